@@ -1,0 +1,81 @@
+"""One frozen tree that says how a run is made, shared by engine, simulator, CLI and dashboard.
+
+Invariants
+* Resolved once; "auto" becomes a recorded choice with its reason (`Resolved.reasons`).
+* Techniques are named with their options: `paged`, `paged:block_size=32`, or {"name":..., "options":{...}}.
+* An option that nothing implements is refused by the technique's own `Options` model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from twinfer.core.errors import ConfigError
+
+
+class Choice(BaseModel):
+    """A technique by name, with options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return parse_choice(value) if isinstance(value, str) else value
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        return self.name + ":" + ",".join(f"{k}={json.dumps(v)}" for k, v in sorted(self.options.items()))
+
+
+def parse_choice(text: str) -> dict[str, Any]:
+    """`name:option=value,option=value` to name and options; values are JSON, else plain strings."""
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, eq, raw = part.partition("=")
+        if not eq or not key.strip():
+            raise ConfigError(name, text, f"option {part!r} has no value", "write NAME:option=value,option=value")
+        try:
+            options[key.strip()] = json.loads(raw)
+        except json.JSONDecodeError:
+            options[key.strip()] = raw
+    return {"name": name.strip(), "options": options}
+
+
+class EngineConfig(BaseModel):
+    """How one engine (or its twin) is set up.
+
+    model: spec name, config.json, directory, GGUF file or hub id.
+    device: device spec name; "auto" is this machine.  dtype: of weights and activations; "auto".
+    max_model_len: None takes the model's context, lowered if KV memory is smaller.
+    num_kv_blocks / kv_memory_bytes: size of the KV pool; None derives it from device memory.
+    memory_fraction: share of device memory the engine may use.  tp: tensor-parallel ranks.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    attention: Choice | None = None
+    scheduler: Choice = Choice(name="continuous")
+    kv_cache: Choice = Choice(name="paged")
+    quantizer: Choice | None = None
+    op_time: tuple[str, ...] = ()
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    num_kv_blocks: int | None = Field(default=None, ge=1)
+    kv_memory_bytes: int | None = Field(default=None, ge=1)
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    tp: int = Field(default=1, ge=1)
+    num_devices: int = Field(default=1, ge=1)
+    seed: int = Field(default=0, ge=0)

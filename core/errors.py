@@ -1,0 +1,43 @@
+"""Typed errors: each names the option, the value it was given and what would work.
+
+Invariants
+* Everything a user can cause is a `TwinferError`; the CLI prints its one line and exits with 2.
+* `ProtocolError` is for drivers that break the event contract of `Core`, never for user input.
+"""
+
+from __future__ import annotations
+
+
+class TwinferError(Exception):
+    """Base of every error a user can cause; `str(error)` is one line that says what to change."""
+
+
+class ConfigError(TwinferError):
+    """An option has a value that cannot work.
+
+    `option` is the name as the user typed it (`--rate`, `max_num_seqs`), `value` what was given,
+    `fix` what would work.
+    """
+
+    def __init__(self, option: str, value: object, problem: str, fix: str) -> None:
+        self.option, self.value, self.problem, self.fix = option, value, problem, fix
+        super().__init__(f"{option}={value!r}: {problem}; {fix}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.option, self.value, self.problem, self.fix))
+
+
+class PluginError(TwinferError):
+    """A plugin is unknown, broken, clashes with another or does not keep its contract."""
+
+
+class ModelError(TwinferError):
+    """A model cannot be found, read or does not match its own description."""
+
+
+class RequestError(TwinferError):
+    """A request cannot be served as asked (empty prompt, longer than the context, ...)."""
+
+
+class ProtocolError(RuntimeError):
+    """A driver handed `Core` an event that cannot follow the ones before it."""

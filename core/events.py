@@ -1,0 +1,109 @@
+"""Everything that can happen to a Core, and everything it can say.
+
+Invariants
+* Values only: an event carries facts, never callbacks, clocks or tensors.
+* Times are seconds on the driver's clock and never go backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twinfer.core.plan import StepResult
+from twinfer.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client went away; `request_id` that is unknown or finished is not an error (it is a race)."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    step: int
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """A `Move` of an earlier plan has ended; its blocks may be used."""
+
+    seq: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """A `Move` did not succeed; a load falls back to computing, a send ends the request as failed."""
+
+    seq: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed and nothing else happened."""
+
+
+Event = Submit | Abort | StepDone | TransferDone | TransferFailed | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of sample `index`; `logprobs` has one entry a token when they were asked for."""
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Sample `index` has ended.
+
+    reason: stop | length | abort | capacity | error.  `detail` says what to change for the last two,
+    and for `stop` which stop string or id ended it.
+    """
+
+    request_id: str
+    index: int
+    reason: str
+    detail: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The request was never accepted; `why` names the number or field to change."""
+
+    request_id: str
+    why: str
+
+
+Output = TokenDelta | Finished | Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to do before `until` (None: before the next event)."""
+
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Work exists but waits for these outstanding steps and transfers."""
+
+    steps: tuple[int, ...] = ()
+    transfers: tuple[str, ...] = ()

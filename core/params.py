@@ -1,0 +1,109 @@
+"""What a user may ask of one request: sampling, limits and stopping.
+
+Invariants
+* Every field is honoured by the engine or refused here; nothing is accepted and ignored.
+* Randomness depends only on (`seed`, sample index, position), never on batch neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from twinfer.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stopping options of one request.
+
+    temperature: 0 is greedy (argmax); otherwise logits are divided by it.
+    top_k: keep the k largest logits; 0 keeps all.  top_p: nucleus mass in (0, 1].
+    min_p: drop tokens below `min_p * max probability`, in [0, 1].
+    repetition_penalty: > 0, over prompt and output tokens (CTRL, arXiv:1909.05858).
+    presence_penalty, frequency_penalty: in [-2, 2], over output tokens (OpenAI's definition).
+    seed: None derives one from the engine's seed and the request's number.
+    n: samples per prompt.  logprobs: number of top alternatives to return per token, None for none.
+    stop: strings that end the text (not included in it).  stop_token_ids: ids that end it.
+    max_tokens, min_tokens: bounds on output tokens.  ignore_eos: go on past end-of-sequence.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 128
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    _greedy: bool = field(init=False, repr=False, compare=False, default=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("top_k", "n", "max_tokens", "min_tokens"):
+            _whole(name, getattr(self, name))
+        for name in ("seed", "logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        if not math.isfinite(self.temperature):
+            raise ConfigError("temperature", self.temperature, "not a finite number", "use a number >= 0")
+        _require("temperature", self.temperature, self.temperature >= 0, "use 0 for greedy or a positive number")
+        _require("top_k", self.top_k, self.top_k >= 0, "use 0 to keep all tokens or a positive count")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "use a value in (0, 1]")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "use a value in [0, 1]")
+        _require("repetition_penalty", self.repetition_penalty,
+                 0 < self.repetition_penalty < math.inf, "use a positive number, 1.0 for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "use a value in [-2, 2]")
+        _require("n", self.n, self.n >= 1, "ask for at least one sample")
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "ask for at least one token")
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens,
+                 f"use a value from 0 to max_tokens ({self.max_tokens})")
+        if self.seed is not None:
+            _require("seed", self.seed, 0 <= self.seed < 2**63, "use a value from 0 to 2**63 - 1")
+        if self.logprobs is not None:
+            _require("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "use a value from 0 to 20, or None")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ConfigError("stop", self.stop, "contains something that is not a non-empty string",
+                              "give strings of at least one character")
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError("n", self.n, "greedy sampling gives n identical samples",
+                              "use n=1 or a temperature above 0")
+        object.__setattr__(self, "_greedy", self.temperature == 0)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the next token is the argmax of the (penalised) logits."""
+        return self._greedy
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> SamplingParams:
+        """Build from user input; an unknown field is an error that lists the known ones."""
+        known = [f.name for f in fields(cls) if f.init]
+        for key in given:
+            if key not in known:
+                raise ConfigError(key, given[key], "no such sampling option", f"known options: {', '.join(known)}")
+        return cls(**given)
+
+
+def _require(name: str, value: object, ok: bool, fix: str) -> None:
+    if not ok:
+        raise ConfigError(name, value, "out of range", fix)
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(name, value, "not a whole number", "give an integer")

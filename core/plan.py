@@ -1,0 +1,172 @@
+"""What one step does: the only thing that crosses from Core to an executor, and back.
+
+    row:  request positions   start ............. start+len(tokens)
+                              [known ... known][draft ... draft]      (draft = how many are guesses)
+
+Invariants
+* Rows keep the order in which they were granted; executors must not reorder results.
+* `grants` only append to a sequence's block table; `forget` ends it; nothing else changes it
+  but `copies`, which replace one shared block by a private copy before it is written.
+* A token still on the device is a `FromStep`, never a sentinel inside the ids.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, NamedTuple
+
+
+class Need(enum.Enum):
+    """Which positions of a row need logits."""
+
+    NONE = "none"
+    LAST = "last"
+    DRAFTS = "drafts"  # the last known token and every draft: a verify step
+    ALL = "all"
+
+
+class FromStep(NamedTuple):
+    """The token that row `seq` of an outstanding `step` will sample."""
+
+    step: int
+    seq: str
+
+
+Token = int | FromStep
+
+
+class Row(NamedTuple):
+    """`tokens` of `seq` to be fed at positions `start...`; their KV goes into its block table."""
+
+    seq: str
+    start: int
+    tokens: Sequence[Token]
+    draft: int
+    need: Need
+    seed: int  # with the position this is the whole sampling key
+
+    @property
+    def stop(self) -> int:
+        """Tokens in the KV cache once this row has run (drafts included)."""
+        return self.start + len(self.tokens)
+
+
+class Grant(NamedTuple):
+    """Blocks appended to the table of `seq` in cache group `group`.
+
+    `shared` of them (from the front) already hold committed KV.
+    """
+
+    seq: str
+    group: int
+    blocks: tuple[int, ...]
+    shared: int = 0
+
+
+class Copy(NamedTuple):
+    """Copy-on-write: before the step, copy `source` to `target` and put it at `index` of the table."""
+
+    seq: str
+    group: int
+    index: int
+    source: int
+    target: int
+
+
+class Move(NamedTuple):
+    """KV of `seq` to be read from (`kind` "load") or handed to (`kind` "send") `peer`."""
+
+    seq: str
+    kind: str
+    peer: str
+    blocks: tuple[int, ...]
+    num_tokens: int
+
+
+class PlanStats(NamedTuple):
+    """The Core's counts when the plan was made; blocks are of group 0."""
+
+    running: int
+    waiting: int
+    held_blocks: int
+    idle_blocks: int
+    total_blocks: int
+    used_slots: int  # token slots of held blocks that hold committed KV
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    rows: tuple[Row, ...]
+    grants: tuple[Grant, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    moves: tuple[Move, ...] = ()
+    forget: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    stats: PlanStats = PlanStats(0, 0, 0, 0, 0, 0, 1)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+    def to_json(self) -> str:
+        """Canonical text: equal plans give equal bytes in every process."""
+        return json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row gave.
+
+    tokens: sampled ids; with drafts the accepted ones and one more; empty for `Need.NONE`.
+    logprobs: per token, id -> log probability.
+    stopped: the stop string that ended the text (`tokens` is already trimmed to it), else None.
+    drafts: guesses for the next step.  failure: why this row could not be computed, else None.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Mapping[int, float], ...] = ()
+    stopped: str | None = None
+    drafts: tuple[int, ...] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results in row order.
+
+    seconds: time the step took (measured or modelled); sigma: standard deviation of a modelled time;
+    ops: seconds by op name when known.
+    """
+
+    rows: tuple[RowResult, ...]
+    seconds: float = 0.0
+    sigma: float = 0.0
+    ops: Mapping[str, float] = field(default_factory=dict)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, FromStep):
+        return {"from_step": value.step, "seq": value.seq}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {k: _plain(v) for k, v in value._asdict().items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {k: _plain(getattr(value, k)) for k in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(v) for v in value]
+    return value
+
+
+__all__ = [
+    "Copy", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
+    "StepResult", "Token",
+]  # fmt: skip

@@ -1,0 +1,134 @@
+"""Contracts of the two policies a Core is built from: the scheduler and the KV cache.
+
+A policy proposes, the Core disposes. Policies are asked for an order of preference; budgets, blocks,
+row caps, lengths and progress are enforced by the Core, so a policy can be unfair or slow but never
+leak or corrupt.
+
+Invariants
+* A policy is a pure function of the view it is given: equal views give equal answers, in equal order.
+  It must not keep state between calls, read a clock or draw random numbers.
+* `Sequence` objects in a view are the Core's own: read them, never write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from twinfer.core.request import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Numbers that the Core enforces whatever the policies say.
+
+    max_num_seqs: rows in one step.  max_num_batched_tokens: tokens in one step.
+    max_model_len: prompt plus output tokens of one sequence.  num_blocks: KV blocks in the pool.
+    max_outstanding: steps that may be launched before the first of them is done.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    num_blocks: int = 1024
+    max_outstanding: int = 1
+
+
+class Want(NamedTuple):
+    """Run `num_tokens` of `seq` in this step.
+
+    The Core clips `num_tokens` to what is left of the sequence and of the budget. With
+    `partial=False` the row is left out instead of being cut by the budget (no chunked prefill).
+    """
+
+    seq: Sequence
+    num_tokens: int
+    partial: bool = True
+
+
+class Defer(NamedTuple):
+    """Run nothing before `until` (seconds on the driver's clock) unless something arrives."""
+
+    until: float
+
+
+@dataclass(slots=True)
+class View:
+    """What a scheduler may look at.
+
+    now: seconds on the driver's clock.
+    running: sequences that hold a row, oldest admission first.
+    waiting: sequences that hold nothing, in `Scheduler.order`; iterate lazily, it can be very long.
+    num_waiting: its length.
+    free_blocks: blocks that can be handed out now (free and idle-cached).
+    """
+
+    now: float
+    limits: Limits
+    block_size: int
+    running: Seq[Sequence]
+    waiting: Iterable[Sequence]
+    num_waiting: int
+    free_blocks: int
+
+
+class Shortage(NamedTuple):
+    """`seq` needs `blocks` more blocks than can be handed out."""
+
+    seq: Sequence
+    blocks: int
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """Which sequences run in the next step, and which give way when memory is short."""
+
+    def order(self, seq: Sequence) -> tuple[object, ...]:
+        """Sort key of `seq` in the waiting queue; read once per enqueue. Ties go to the earlier arrival."""
+        ...
+
+    def propose(self, view: View) -> Iterable[Want | Defer]:
+        """Wants in order of preference. Waiting sequences named here are admitted if they fit."""
+        ...
+
+    def victims(self, view: View, shortage: Shortage) -> Iterable[Sequence]:
+        """Running sequences to preempt, first choice first; may include `shortage.seq` itself."""
+        ...
+
+
+class IdleOrder(Protocol):
+    """Order in which idle cached blocks are given up; the Core adds and removes, the policy orders."""
+
+    def add(self, block: int) -> None: ...
+    def remove(self, block: int) -> None: ...
+    def pop(self) -> int:
+        """Remove and return the block to reuse first; called only when not empty."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __contains__(self, block: object) -> bool: ...
+
+
+@runtime_checkable
+class KVCache(Protocol):
+    """How token slots are carved out of KV memory."""
+
+    shares_prefixes: bool
+    """Full committed blocks may be reused by other requests with the same prefix."""
+    copies_on_write: bool
+    """Samples of one prompt may share blocks and copy them when they diverge."""
+
+    def block_size(self, limits: Limits) -> int:
+        """Tokens per block; the smallest piece that can be given to a sequence."""
+        ...
+
+    def reserve(self, num_tokens: int, limits: Limits) -> int:
+        """Tokens to back with blocks when `num_tokens` are to be stored; at least `num_tokens`."""
+        ...
+
+    def idle_order(self) -> IdleOrder:
+        """A fresh, empty container for one pool."""
+        ...
+

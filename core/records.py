@@ -1,0 +1,168 @@
+"""One schema for every run, real or predicted, and the only place where metrics are defined.
+
+Definitions (vLLM's)
+* TTFT: arrival to first token.  TPOT: (last - first token) / (output tokens - 1), for more than one token.
+* ITL: gap between successive deliveries of tokens of one request.  E2E: arrival to last token.
+* throughput: tokens (or requests) completed / (last finish - first arrival).
+* KV waste: 1 - used slots / reserved slots, averaged over steps, weighted by their duration.
+
+Invariants
+* Engine and simulator fill the same fields; a field that was not measured is None, never 0.
+* A record of a cancelled run is valid: `complete` is False and its metrics cover what finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """One step. Times in s from the run's start; blocks of cache group 0."""
+
+    step: int
+    start: float
+    seconds: float
+    sigma: float = 0.0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_decode_rows: int = 0  # rows that feed one token
+    num_context_tokens: int = 0  # KV tokens the rows attend to at the end of the step
+    running: int = 0
+    waiting: int = 0
+    held_blocks: int = 0
+    idle_blocks: int = 0
+    total_blocks: int = 0
+    used_slots: int = 0
+    block_size: int = 1
+    preempted: int = 0
+    ops: Mapping[str, float] = field(default_factory=dict)  # seconds by op name
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One sample of a request. Times in s from the run's start, None when it did not happen."""
+
+    request_id: str
+    index: int = 0
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    reason: str | None = None  # stop | length | abort | capacity | error | rejected
+    detail: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    itl: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        return None if self.last_token is None else self.last_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        if self.first_token is None or self.last_token is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.num_output_tokens - 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """A whole run.
+
+    world: "engine" or "simulator".  config: the resolved EngineConfig as plain data.
+    workload: what was asked for.  environment: versions, host, device, seed.
+    reasons: what "auto" became, and why.  intervals: metric -> (low, high) of an 80 % band (predictions).
+    """
+
+    id: str
+    world: str
+    created: str  # ISO 8601, UTC
+    config: dict[str, Any]
+    workload: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    kv_bytes_per_token: float = 0.0
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    complete: bool = True
+    schema_version: int = SCHEMA_VERSION
+    name: str = ""
+
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """Linear-interpolation percentile (numpy's default) of values already sorted."""
+    if not ordered:
+        raise ValueError("percentile of nothing")
+    rank = (len(ordered) - 1) * q / 100
+    low = int(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def summary(values: Sequence[float]) -> dict[str, float] | None:
+    """mean, p50, p90, p95, p99 in the unit of `values`; None for no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {"mean": sum(ordered) / len(ordered), **{f"p{q}": percentile(ordered, q) for q in PERCENTILES}}
+
+
+def kv_waste(steps: Sequence[StepRecord]) -> float | None:
+    """Share of reserved KV slots that hold no token, weighted by step duration; None when none was reserved."""
+    reserved = sum(s.held_blocks * s.block_size * s.seconds for s in steps)
+    used = sum(s.used_slots * s.seconds for s in steps)
+    return None if reserved <= 0 else 1 - used / reserved
+
+
+def compute_metrics(record: RunRecord) -> dict[str, Any]:
+    """All metrics of a run from its steps and requests (see the definitions above).
+
+    Throughputs are per second, latencies in seconds, `peak_kv_bytes` in bytes.
+    """
+    done = [r for r in record.requests if r.reason in ("stop", "length")]
+    seen = [r for r in record.requests if r.num_output_tokens]
+    metrics: dict[str, Any] = {
+        "num_requests": len(record.requests),
+        "num_completed": len(done),
+        "output_tokens": sum(r.num_output_tokens for r in seen),
+        "prompt_tokens": sum(r.num_prompt_tokens for r in seen),
+        "num_preemptions": sum(r.num_preemptions for r in record.requests),
+        "num_steps": len(record.steps),
+    }
+    duration = None
+    if seen:
+        end = max(r.last_token for r in seen if r.last_token is not None)
+        duration = end - min(r.arrival for r in record.requests)
+    metrics["duration"] = duration
+    rate = None if not duration else 1 / duration
+    out, prompt = metrics["output_tokens"], metrics["prompt_tokens"]
+    metrics["output_throughput"] = None if rate is None else out * rate
+    metrics["total_throughput"] = None if rate is None else (out + prompt) * rate
+    metrics["request_throughput"] = None if rate is None else len(done) * rate
+    metrics["ttft"] = summary([r.ttft for r in seen if r.ttft is not None])
+    metrics["tpot"] = summary([r.tpot for r in seen if r.tpot is not None])
+    metrics["itl"] = summary([gap for r in seen for gap in r.itl])
+    metrics["e2e"] = summary([r.e2e for r in done if r.e2e is not None])
+    peak = max((s.held_blocks * s.block_size for s in record.steps), default=None)
+    metrics["peak_kv_bytes"] = None if peak is None else peak * record.kv_bytes_per_token
+    metrics["kv_waste"] = kv_waste(record.steps)
+    cached = sum(r.num_cached_tokens for r in seen)
+    metrics["prefix_cache_hit_rate"] = cached / prompt if prompt else None
+    return metrics

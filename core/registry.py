@@ -1,0 +1,229 @@
+"""Finds plugins, asks them what they register, and hands out techniques by kind and name.
+
+Order of loading (fixed, so that names are stable): built-ins, `-p module`, `--plugins-dir` files by
+name, then entry points of group `twinfer` by name.
+
+Invariants
+* Built-ins register through the same hooks as third parties.
+* The first plugin to register a name of a kind owns it; later ones get `plugin/name`.
+* A plugin asked for by name that fails to load is an error; an installed one that fails is listed as
+  broken with its reason, and any lookup that misses says so.
+* A hook that no specification knows (a misspelling) is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pluggy
+from pydantic import BaseModel, ValidationError
+
+from twinfer.core import hookspecs
+from twinfer.core.config import Choice
+from twinfer.core.errors import ConfigError, PluginError
+from twinfer.core.technique import KINDS
+
+GROUP = "twinfer"
+OPTION_OF_KIND = {kind: "--" + kind.replace("_", "-") for kind in KINDS} | {"quantizer": "--quant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A technique class and where it came from."""
+
+    kind: str
+    name: str
+    cls: type[Any]
+    plugin: str
+    version: str
+    source: str
+
+    @property
+    def builtin(self) -> bool:
+        return self.source == "built-in"
+
+
+class Registry:
+    """All techniques known to this process."""
+
+    def __init__(
+        self,
+        modules: Sequence[str] = (),
+        plugin_dirs: Sequence[str | Path] = (),
+        entry_points: bool = True,
+    ) -> None:
+        self._pm = pluggy.PluginManager(GROUP)
+        self._pm.add_hookspecs(hookspecs)
+        self._found: dict[str, dict[str, Registered]] = {kind: {} for kind in KINDS}
+        self.broken: dict[str, str] = {}
+        from twinfer.plugins import BUILTINS
+
+        for module_name in BUILTINS:
+            self._load(importlib.import_module(module_name), module_name.rsplit(".", 1)[-1], "", "built-in")
+        for module_name in modules:
+            self._load_named(module_name)
+        for folder in plugin_dirs:
+            self._load_dir(Path(folder))
+        if entry_points:
+            self._load_entry_points()
+
+    @property
+    def hook(self) -> Any:
+        """pluggy's hook relay, for the observation hooks."""
+        return self._pm.hook
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def _load_named(self, module_name: str) -> None:
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise PluginError(
+                f"-p {module_name}: cannot be imported ({type(error).__name__}: {error}); "
+                "install it or give the name of an importable module"
+            ) from error
+        self._load(module, module_name, getattr(module, "__version__", ""), f"module {module_name}")
+
+    def _load_dir(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise PluginError(f"--plugins-dir {folder}: no such folder; give a folder with one .py file per plugin")
+        for path in sorted(folder.glob("*.py")):
+            name = f"twinfer_plugin_{path.stem}"
+            spec = importlib.util.spec_from_file_location(name, path)
+            if spec is None or spec.loader is None:
+                raise PluginError(f"--plugins-dir {folder}: {path.name} is not a Python file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module  # dataclasses and pydantic look their module up
+            try:
+                spec.loader.exec_module(module)
+            except Exception as error:
+                del sys.modules[name]
+                raise PluginError(
+                    f"--plugins-dir {folder}: {path.name} fails to load ({type(error).__name__}: {error})"
+                ) from error
+            self._load(module, path.stem, getattr(module, "__version__", ""), str(path))
+
+    def _load_entry_points(self) -> None:
+        for ep in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+            version = ep.dist.version if ep.dist is not None else ""
+            try:
+                self._load(ep.load(), ep.name, version, f"entry point {ep.value}")
+            except Exception as error:  # an installed plugin must not take the tool down with it
+                self.broken[ep.name] = f"{type(error).__name__}: {error}"
+
+    def _load(self, plugin: ModuleType | object, name: str, version: str, source: str) -> None:
+        found: list[Registered] = []
+
+        def register_kind(kind: str) -> Any:
+            def register(cls: type[Any]) -> None:
+                _check_declaration(kind, cls, name)
+                found.append(Registered(kind, cls.name, cls, name, version, source))
+
+            return register
+
+        if self._pm.has_plugin(name):
+            raise PluginError(f"plugin {name!r} is registered twice; rename one of them")
+        self._pm.register(plugin, name=name)
+        try:
+            self._pm.check_pending()
+            for kind in KINDS:
+                hook_name = f"register_{kind}"
+                for impl in getattr(self._pm.hook, hook_name).get_hookimpls():
+                    if impl.plugin is plugin:
+                        impl.function(register_kind(kind))
+        except Exception as error:
+            self._pm.unregister(name=name)
+            if isinstance(error, PluginError):
+                raise
+            raise PluginError(f"plugin {name!r} ({source}): {error}") from error
+        for item in found:
+            names = self._found[item.kind]
+            key = item.name if item.name not in names else f"{name}/{item.name}"
+            if key in names:
+                raise PluginError(f"plugin {name!r} registers {item.kind} {item.name!r} twice")
+            names[key] = Registered(item.kind, key, item.cls, item.plugin, item.version, item.source)
+
+    # --- asking ---------------------------------------------------------------------------------
+
+    def names(self, kind: str) -> list[str]:
+        return list(self._found[kind])
+
+    def all(self, kind: str | None = None) -> list[Registered]:
+        kinds: Iterable[str] = KINDS if kind is None else (kind,)
+        return [item for k in kinds for item in self._found[k].values()]
+
+    def get(self, kind: str, name: str) -> type[Any]:
+        """The technique class; an unknown name is a ConfigError that lists the known ones."""
+        try:
+            return self._found[kind][name].cls
+        except KeyError:
+            pass
+        names = self.names(kind)
+        close = get_close_matches(name, names, n=1)
+        fix = f"did you mean {close[0]!r}? " if close else ""
+        fix += f"known: {', '.join(names) or 'none'}"
+        if self.broken:
+            fix += "; plugins that failed to load: " + "; ".join(f"{k} ({v})" for k, v in self.broken.items())
+        raise ConfigError(OPTION_OF_KIND[kind], name, f"no such {kind.replace('_', ' ')}", fix)
+
+    def build(self, kind: str, choice: Choice) -> Any:
+        """An instance with its options validated by the technique's own `Options` model."""
+        cls = self.get(kind, choice.name)
+        return cls(validate_options(OPTION_OF_KIND[kind], choice, cls.Options))
+
+
+def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> BaseModel:
+    """Options of `choice` as `model`; the first mistake becomes a one-line ConfigError."""
+    try:
+        return model(**choice.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(model.model_fields) or "none"
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                option, str(choice), f"{choice.name} has no option {field!r}", f"its options: {known}"
+            ) from None
+        raise ConfigError(
+            option, str(choice), f"{choice.name}: {field}={first.get('input')!r} {first['msg'].lower()}",
+            f"its options: {known}",
+        ) from None  # fmt: skip
+
+
+def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:
+    missing = [a for a in ("name", "summary", "Options", "why_not") if not hasattr(cls, a)]
+    if missing:
+        raise PluginError(
+            f"plugin {plugin!r}: {kind} {cls.__name__} lacks {', '.join(missing)}; "
+            "subclass twinfer.Technique or add these attributes"
+        )
+    if not (isinstance(cls.name, str) and cls.name and not set(cls.name) & set(" :,/=")):
+        raise PluginError(f"plugin {plugin!r}: {kind} name {cls.name!r} must be a word without ' :,/='")
+    if not (isinstance(cls.Options, type) and issubclass(cls.Options, BaseModel)):
+        raise PluginError(f"plugin {plugin!r}: {kind} {cls.name}: Options must be a pydantic model")
+
+
+_default: Registry | None = None
+
+
+def default_registry() -> Registry:
+    """The process's registry: built-ins and installed entry points, made on first use."""
+    global _default
+    if _default is None:
+        _default = Registry()
+    return _default
+
+
+def set_default_registry(registry: Registry) -> None:
+    """Used once by the CLI, when `-p` or `--plugins-dir` was given."""
+    global _default
+    _default = registry

@@ -1,0 +1,144 @@
+"""The shared language of real and predicted: what a step does, op by op.
+
+`step_ops(model, shape)` lists the ops of one forward pass. The simulator times these ops, the engine's
+profiler measures the same names, and the comparison joins them on name.
+
+Counting rules
+* FLOPs: a multiply-add is 2. A linear of N weights over T tokens is 2*N*T. Attention of a query that
+  sees c keys is 2*c*(qk_dim + v_dim) per head.
+* Bytes: weights once per op, activations in and out once, KV read once per KV head and written once.
+* `count` identical layers are one `Op`; all numbers are per launch, so totals multiply by `count`.
+* tensor parallelism: numbers are per rank; `comm_bytes` is the message a rank sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from twinfer.core.plan import Need, StepPlan
+from twinfer.core.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel-sized piece of work on one rank.
+
+    kind: gemm | attention | elementwise | gather | comm.
+    shape: gemm (m, n, k); attention: see `rows`; elementwise (tokens, width).
+    rows: for attention, (queries, keys at the end) per row.
+    """
+
+    name: str
+    kind: str
+    flops: float
+    bytes_read: float
+    bytes_written: float
+    dtype: str
+    count: int = 1
+    shape: tuple[int, ...] = ()
+    comm_bytes: float = 0.0
+    rows: tuple[RowShape, ...] = ()
+
+    @property
+    def bytes(self) -> float:
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+class RowShape(NamedTuple):
+    """`queries` tokens fed at the end of a context that is `keys` long afterwards."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """All that the cost of a step depends on.
+
+    rows: one entry per plan row, in plan order.  num_logits: positions that go through the LM head.
+    copied_slots: KV token slots copied by copy-on-write.
+    """
+
+    rows: tuple[RowShape, ...]
+    num_logits: int
+    copied_slots: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.queries for row in self.rows)
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepShape:
+        rows = tuple(RowShape(len(r.tokens), r.start + len(r.tokens)) for r in plan.rows)
+        logits = 0
+        for r in plan.rows:
+            if r.need is Need.LAST:
+                logits += 1
+            elif r.need is Need.DRAFTS:
+                logits += r.draft + 1
+            elif r.need is Need.ALL:
+                logits += len(r.tokens)
+        return cls(rows, logits, len(plan.copies) * plan.stats.block_size)
+
+    @classmethod
+    def prefill(cls, *lengths: int) -> StepShape:
+        """Whole prompts of these lengths in one step."""
+        return cls(tuple(RowShape(n, n) for n in lengths), len(lengths))
+
+    @classmethod
+    def decode(cls, *contexts: int) -> StepShape:
+        """One token each after contexts of these lengths (the fed token included)."""
+        return cls(tuple(RowShape(1, c) for c in contexts), len(contexts))
+
+
+def visible_pairs(queries: int, keys: int, window: int | None = None) -> int:
+    """Query-key pairs under a causal mask, each query seeing at most `window` keys (itself included)."""
+    first = keys - queries + 1  # keys seen by the first query
+    if window is None or keys <= window:
+        return (first + keys) * queries // 2
+    if first >= window:
+        return queries * window
+    growing = window - first  # queries that see fewer than `window` keys
+    return (first + window - 1) * growing // 2 + (queries - growing) * window
+
+
+def keys_read(queries: int, keys: int, window: int | None = None) -> int:
+    """Keys that at least one query of the row sees."""
+    return keys if window is None else min(keys, window + queries - 1)
+
+
+BYTES = {
+    "float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "int4": 0.5,
+}  # fmt: skip
+
+
+def dtype_bytes(dtype: str) -> float:
+    """Bytes per element; `int4` is half a byte, scales are counted by the quantizer that adds them."""
+    return BYTES[dtype]
+
+
+def step_ops(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
+    """The ops of one forward pass over `shape` on one of `tp` ranks."""
+    from twinfer.core.layer_ops import ops_of_model  # kept apart: one concept a file
+
+    return ops_of_model(model, shape, tp)
+
+
+def total(ops: Iterable[Op], what: str) -> float:
+    """Sum of `what` (an attribute of Op such as "flops" or "bytes") over all launches."""
+    return float(sum(getattr(op, what) * op.count for op in ops))
+
+
+def scaled(op: Op, **changes: float) -> Op:
+    """`op` with some fields replaced; for `Technique.adapt_ops`."""
+    return replace(op, **changes)  # type: ignore[arg-type]
+
+
+__all__ = ["Op", "RowShape", "StepShape", "Sequence", "dtype_bytes", "step_ops", "total", "visible_pairs"]
