@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 PURE = frozenset({
-    "__init__", "blocks", "catalog", "compare", "config", "core", "device", "errors", "events", "executor", "hookspecs",
-    "layer_ops", "ledger", "loop", "memory", "params", "plan", "policy", "records", "recorder", "registry", "request",
-    "setup", "spec", "technique", "work", "workload",
+    "__init__", "audit", "blocks", "catalog", "compare", "config", "core", "device", "errors", "events", "executor", "hookspecs",
+    "layer_ops", "ledger", "loop", "memory", "params", "plan", "planner", "policy", "records", "recorder", "registry", "request",
+    "seeds", "setup", "spec", "technique", "work", "workload",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
 
