@@ -41,7 +41,7 @@ class TransferDone:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """A `Move` did not succeed; a load falls back to computing, a send ends the request as failed."""
+    """A `Move` did not succeed; a load falls back to computing, a send only gives its blocks back."""
 
     seq: str
     why: str

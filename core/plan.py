@@ -5,8 +5,9 @@
 
 Invariants
 * Rows keep the order in which they were granted; executors must not reorder results.
-* `grants` only append to a sequence's block table; `forget` ends it; nothing else changes it
-  but `copies`, which replace one shared block by a private copy before it is written.
+* An executor applies a plan in this order: `forget` (drop the sequence), `preempted` (empty its block
+  table), `grants` (append to it), `copies` one after the other (copy the block, then put the copy into
+  the table), `moves`, `rows`. Nothing else changes a block table.
 * A token still on the device is a `FromStep`, never a sentinel inside the ids.
 """
 

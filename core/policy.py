@@ -128,6 +128,10 @@ class KVCache(Protocol):
         """Tokens to back with blocks when `num_tokens` are to be stored; at least `num_tokens`."""
         ...
 
+    def headroom(self, limits: Limits) -> int:
+        """Blocks that admission leaves free for running sequences to grow into."""
+        ...
+
     def idle_order(self) -> IdleOrder:
         """A fresh, empty container for one pool."""
         ...

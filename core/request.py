@@ -5,8 +5,8 @@ Invariants
 * A `Sequence` is described by token counts alone; there are no phases:
       |<---- computed ---->|<-- inflight -->|<-- remaining -->|
       [ in the KV cache    | in a plan now  | known, not fed  ]
-  and `pending` counts samples that outstanding plans will return.
-* `computed + inflight <= known + pending` always.
+  and `awaiting` lists the outstanding steps that will return a sample.
+* `computed + inflight <= known + len(awaiting)` always.
 * Only `Core` writes to a `Sequence`; policies get it read-only by convention and by the audit.
 """
 
@@ -65,7 +65,7 @@ class Sequence:
     """One sample of a request while it is alive."""
 
     __slots__ = (
-        "id", "request", "index", "status", "prompt", "output", "computed", "inflight", "pending",
+        "id", "request", "index", "status", "prompt", "output", "computed", "inflight", "awaiting",
         "drafts", "limit", "last_step", "num_preemptions", "order", "number", "seed", "leader",
         "num_cached", "kv_load", "stop_ids", "prompt_len",
     )  # fmt: skip
@@ -82,7 +82,7 @@ class Sequence:
         self.output: list[int] = []
         self.computed = 0
         self.inflight = 0
-        self.pending = 0
+        self.awaiting: list[int] = []  # outstanding steps that will each return a sample, oldest first
         self.drafts: tuple[int, ...] = ()
         self.limit = limit  # prompt plus output never exceeds this many tokens
         self.last_step: int | None = None  # newest outstanding step with a row of this sequence
@@ -104,7 +104,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that could be fed now (drafts not counted); the last allowed token is never fed."""
-        known = self.prompt_len + len(self.output) + self.pending
+        known = self.prompt_len + len(self.output) + len(self.awaiting)
         if known >= self.limit:
             known = self.limit - 1
         return known - self.computed - self.inflight
@@ -129,5 +129,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.id} {self.status.value} prompt={self.prompt_len} out={len(self.output)} "
-            f"computed={self.computed} inflight={self.inflight} pending={self.pending})"
+            f"computed={self.computed} inflight={self.inflight} awaiting={self.awaiting})"
         )

@@ -1,0 +1,75 @@
+"""Everything that must hold of a Core between events, as a list of violations.
+
+Tests call it after every event; it reads all state and changes none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twinfer.core.request import Status
+
+if TYPE_CHECKING:
+    from twinfer.core.core import Core
+
+
+def audit_core(core: Core) -> list[str]:
+    wrong = list(core.ledger.audit(core.sequences.values()))
+    running = [s for s in core.running if s.status is Status.RUNNING]
+    queued = [entry[2] for entry in core.waiting]
+    if [(e[0], e[1]) for e in core.waiting] != sorted((e[0], e[1]) for e in core.waiting):
+        wrong.append("the waiting queue is out of order")
+    for seq in queued:
+        if seq.status is not Status.WAITING:
+            wrong.append(f"{seq.id}: queued but {seq.status.value}")
+        if seq.id in core.ledger.tables or seq.computed or seq.inflight or seq.awaiting:
+            wrong.append(f"{seq.id}: waiting but holds something")
+    places: dict[str, int] = {}
+    for seq in (*queued, *running):
+        places[seq.id] = places.get(seq.id, 0) + 1
+    steps: dict[str, list[int]] = {}
+    fed: dict[str, int] = {}
+    for step, plan in core.outstanding.items():
+        for row in plan.rows:
+            steps.setdefault(row.seq, []).append(step)
+            fed[row.seq] = fed.get(row.seq, 0) + len(row.tokens)
+    for seq in core.sequences.values():
+        expected = 1 if seq.status in (Status.RUNNING, Status.WAITING) else 0
+        if places.get(seq.id, 0) != expected:
+            wrong.append(f"{seq.id}: {seq.status.value} but listed {places.get(seq.id, 0)} times")
+        if seq.status is Status.RUNNING:
+            if seq.inflight != fed.get(seq.id, 0):
+                wrong.append(f"{seq.id}: inflight {seq.inflight}, outstanding rows feed {fed.get(seq.id, 0)}")
+            if (seq.last_step is None) != (seq.id not in steps) or (seq.id in steps and seq.last_step != steps[seq.id][-1]):
+                wrong.append(f"{seq.id}: last_step {seq.last_step}, outstanding rows in {steps.get(seq.id)}")
+            if not set(seq.awaiting) <= set(steps.get(seq.id, ())):
+                wrong.append(f"{seq.id}: awaits {seq.awaiting}, outstanding rows in {steps.get(seq.id)}")
+            if seq.id not in core.ledger.tables:
+                wrong.append(f"{seq.id}: running without a block table")
+        drafted = len(seq.drafts) if seq.inflight else 0
+        if seq.computed + seq.inflight > seq.known + len(seq.awaiting) + drafted:
+            wrong.append(f"{seq.id}: fed {seq.computed + seq.inflight} of {seq.known + len(seq.awaiting)} tokens")
+        if seq.known > seq.limit:
+            wrong.append(f"{seq.id}: {seq.known} tokens, limit {seq.limit}")
+        if (seq.status in (Status.LOADING,)) != (core.transfers.get(seq.id) == "load" and seq.status is not Status.DONE):
+            wrong.append(f"{seq.id}: {seq.status.value} but transfer {core.transfers.get(seq.id)}")
+    alive = {s.id for samples in core.requests.values() for s in samples}
+    for seq in core.sequences.values():
+        if (seq.id in alive) != (seq.status in (Status.RUNNING, Status.WAITING, Status.LOADING)):
+            wrong.append(f"{seq.id}: {seq.status.value} but request alive is {seq.id in alive}")
+    for seq_id in core.transfers:
+        if seq_id not in core.sequences:
+            wrong.append(f"{seq_id}: a transfer without a sequence")
+    for step in core.ledger.pool.in_flight:
+        if step not in core.outstanding:
+            wrong.append(f"blocks are kept for step {step}, which is not outstanding")
+    for plan in core.outstanding.values():
+        if len(plan.rows) > core.limits.max_num_seqs:
+            wrong.append(f"step {plan.step}: {len(plan.rows)} rows, cap {core.limits.max_num_seqs}")
+        if plan.num_tokens > core.limits.max_num_batched_tokens:
+            wrong.append(f"step {plan.step}: {plan.num_tokens} tokens, budget {core.limits.max_num_batched_tokens}")
+    if not core.has_work:
+        pool = core.ledger.pool
+        if pool.held or core.ledger.tables:
+            wrong.append(f"idle, but {pool.held} blocks are held")
+    return wrong

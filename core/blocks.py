@@ -1,0 +1,189 @@
+"""One pool of KV blocks: who holds what, which blocks are cached, which may be reused.
+
+A block is in exactly one state:
+
+    free         nobody holds it, its content means nothing
+    idle-cached  nobody holds it, its content is published and may be hit again
+    held(n)      n block-table entries (or outstanding steps, see below) refer to it
+    in flight    the only references left are those of outstanding steps; it is not reusable yet
+
+Invariants
+* `refs[b]` = table entries + references of outstanding steps and transfers; free and idle have none.
+* Only full, committed blocks are published. A published block is found by
+  (parent node, its token ids), node ids are never reused, and a dict compares the ids themselves,
+  so a hit is exact: no hash can collide into another request's KV.
+* A block is released through `drop` alone; releasing to `step` keeps it in flight until that step ends.
+* Order is deterministic: the free list is a stack, idle blocks leave in the policy's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from twinfer.core.policy import IdleOrder
+
+Tokens = tuple[int, ...]
+
+
+class Node(NamedTuple):
+    """A published block in the prefix tree: `id` is unique for ever, `key` is where it hangs."""
+
+    id: int
+    key: tuple[object, Tokens]
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` token slots."""
+
+    def __init__(self, num_blocks: int, block_size: int, idle: IdleOrder) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs = [0] * num_blocks
+        self.fill = [0] * num_blocks  # committed slots of a held block
+        self.node: list[Node | None] = [None] * num_blocks
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.idle = idle
+        self.index: dict[tuple[object, Tokens], int] = {}  # (parent, tokens) -> block
+        self.in_flight: dict[int, list[int]] = {}  # step -> references it keeps
+        self.next_node = 1
+        self.held = 0  # blocks with refs > 0
+        self.used = 0  # committed slots of held blocks
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self.free) + len(self.idle)
+
+    # --- taking ---------------------------------------------------------------------------------
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` private empty blocks, or None (and no change) when there are not enough."""
+        if count > len(self.free) + len(self.idle):
+            return None
+        taken = []
+        for _ in range(count):
+            if self.free:
+                block = self.free.pop()
+            else:
+                block = self.idle.pop()
+                self._unpublish(block)
+            self.refs[block] = 1
+            self.fill[block] = 0
+            taken.append(block)
+        self.held += count
+        return taken
+
+    def share(self, block: int) -> None:
+        """One more reference to a held or idle block (a prefix hit or a fork)."""
+        if self.refs[block] == 0:
+            self.idle.remove(block)
+            self.held += 1
+            self.used += self.fill[block]
+        self.refs[block] += 1
+
+    # --- giving back ----------------------------------------------------------------------------
+
+    def drop(self, blocks: Sequence[int], until_step: int | None = None) -> None:
+        """Give up one reference to each; with `until_step` only when that outstanding step has ended.
+
+        Later blocks are freed first, so that the tail of a prefix is evicted before its head.
+        """
+        if until_step is not None:
+            self.in_flight.setdefault(until_step, []).extend(blocks)
+            return
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.held -= 1
+                self.used -= self.fill[block]
+                if self.node[block] is not None:
+                    self.idle.add(block)
+                else:
+                    self.free.append(block)
+
+    def step_ended(self, step: int) -> None:
+        """Release what outstanding step `step` kept in flight."""
+        blocks = self.in_flight.pop(step, None)
+        if blocks:
+            self.drop(blocks)
+
+    # --- content --------------------------------------------------------------------------------
+
+    def fill_to(self, block: int, slots: int) -> None:
+        """`slots` slots of a held block are committed."""
+        self.used += slots - self.fill[block]
+        self.fill[block] = slots
+
+    def publish(self, block: int, parent: object, tokens: Tokens) -> int:
+        """Offer a full committed block for sharing; returns its node id (the older twin's if there is one)."""
+        key = (parent, tokens)
+        twin = self.index.get(key)
+        if twin is not None:
+            node = self.node[twin]
+            assert node is not None
+            return node.id
+        node = Node(self.next_node, key)
+        self.next_node += 1
+        self.index[key] = block
+        self.node[block] = node
+        return node.id
+
+    def find(self, parent: object, tokens: Tokens) -> int | None:
+        """The published block that holds `tokens` after `parent`, if any; does not change the pool."""
+        return self.index.get((parent, tokens))
+
+    def _unpublish(self, block: int) -> None:
+        node = self.node[block]
+        if node is not None:
+            del self.index[node.key]
+            self.node[block] = None
+
+    # --- audit ----------------------------------------------------------------------------------
+
+    def audit(self, tables: Iterable[Sequence[int]]) -> list[str]:
+        """Violated invariants, given every block table that refers to this pool."""
+        wrong: list[str] = []
+        count = [0] * self.num_blocks
+        for table in tables:
+            if len(set(table)) != len(table):
+                wrong.append(f"a block stands twice in one table: {table}")
+            for block in table:
+                count[block] += 1
+        for blocks in self.in_flight.values():
+            for block in blocks:
+                count[block] += 1
+        if count != self.refs:
+            bad = [(b, count[b], self.refs[b]) for b in range(self.num_blocks) if count[b] != self.refs[b]]
+            wrong.append(f"references differ from tables (block, counted, kept): {bad[:4]}")
+        free = set(self.free)
+        if len(free) != len(self.free):
+            wrong.append("a block is twice in the free list")
+        num_idle = 0
+        for block in range(self.num_blocks):
+            in_free, in_idle, held = block in free, block in self.idle, self.refs[block] > 0
+            num_idle += in_idle
+            if in_free + in_idle + held != 1:
+                wrong.append(f"block {block}: free={in_free} idle={in_idle} refs={self.refs[block]}")
+            node = self.node[block]
+            if in_free and node is not None:
+                wrong.append(f"block {block} is free but published")
+            if in_idle and node is None:
+                wrong.append(f"block {block} is idle-cached but not published")
+            if node is not None:
+                if self.index.get(node.key) != block:
+                    wrong.append(f"block {block} is published but the index finds another")
+                if self.fill[block] != self.block_size:
+                    wrong.append(f"block {block} is published with {self.fill[block]} of {self.block_size} slots")
+            if not 0 <= self.fill[block] <= self.block_size:
+                wrong.append(f"block {block}: fill {self.fill[block]}")
+        if num_idle != len(self.idle):
+            wrong.append("the idle order holds blocks that are not idle")
+        if len(self.index) != sum(n is not None for n in self.node):
+            wrong.append("the prefix index holds blocks that are not published")
+        if self.held != sum(r > 0 for r in self.refs):
+            wrong.append(f"held={self.held} is miscounted")
+        used = sum(f for f, r in zip(self.fill, self.refs, strict=True) if r > 0)
+        if self.used != used:
+            wrong.append(f"used={self.used} slots, counted {used}")
+        return wrong

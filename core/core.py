@@ -1,0 +1,358 @@
+"""The engine's whole decision making as a state machine: events in, plans out.
+
+    receive(event, now) ... next_step(now) -> StepPlan | Idle | Blocked ... outputs()
+
+It never reads a clock, never blocks and never touches a tensor, so a real driver and a simulated one
+run the same object.
+
+Invariants
+* No phases: prefill, chunk, decode, verify and recompute differ only in how many tokens a row feeds.
+* Policy proposes, core disposes: budgets, blocks, row caps and lengths hold whatever a policy says.
+* Events are consumed before the queue is walked; a request that cannot run never hides one that can
+  be finished, and gates (loads, forks) take no row.
+* Admission never preempts, and asks for room for the whole known sequence, so a prompt that cannot
+  fit is not started. Blocks of outstanding steps are never reclaimed.
+* Progress law: runnable work, nothing outstanding and an empty plan finishes the head request with a
+  reason that names the number to raise; the core never spins.
+* Order never depends on hashes: every container that decides order is a list or an insertion-ordered dict.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Any
+
+from twinfer.core.errors import ProtocolError
+from twinfer.core.events import (
+    Abort,
+    Blocked,
+    Event,
+    Finished,
+    Idle,
+    Output,
+    Rejected,
+    StepDone,
+    Submit,
+    Tick,
+    TokenDelta,
+    TransferDone,
+    TransferFailed,
+)
+from twinfer.core.ledger import Ledger
+from twinfer.core.plan import PlanStats, Row, RowResult, StepPlan, StepResult
+from twinfer.core.planner import Planner
+from twinfer.core.policy import KVCache, Limits, Scheduler, View
+from twinfer.core.request import Request, Sequence, Status
+from twinfer.core.seeds import sequence_seed
+
+WaitingEntry = tuple[tuple[object, ...], int, Sequence]
+
+
+class Queue:
+    """The waiting sequences in order, as a scheduler sees them: read-only and lazy."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: list[WaitingEntry]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (entry[2] for entry in self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Core:
+    """One replica. See the module docstring for its rules."""
+
+    def __init__(
+        self, scheduler: Scheduler, kv_cache: KVCache, limits: Limits, seed: int = 0, namespace: str = ""
+    ) -> None:
+        self.scheduler = scheduler
+        self.limits = limits
+        self.seed = seed
+        self.ledger = Ledger(kv_cache, limits, namespace)
+        self.requests: dict[str, list[Sequence]] = {}  # samples still alive, by request
+        self.sequences: dict[str, Sequence] = {}  # alive, or still read by a transfer
+        self.running: list[Sequence] = []
+        self.waiting: list[WaitingEntry] = []
+        self.filling: list[Sequence] = []  # admitted, may still lack blocks for tokens they have
+        self.outstanding: dict[int, StepPlan] = {}
+        self.transfers: dict[str, str] = {}  # sequence -> "load" | "send", in progress
+        self.sends: list[Sequence] = []  # finished, to be handed to a peer by the next plan
+        self.forget: list[str] = []
+        self.preempted: list[str] = []
+        self.num_steps = 0
+        self.num_submitted = 0
+        self._outputs: list[Output] = []
+
+    # --- driver's side --------------------------------------------------------------------------
+
+    def receive(self, event: Event, now: float) -> None:
+        """Take note of `event`. Raises ProtocolError for one that cannot follow the earlier ones."""
+        match event:
+            case StepDone(step, result):
+                self._step_done(step, result)
+            case Submit(request):
+                self._submit(request)
+            case Abort(request_id):
+                for seq in list(self.requests.get(request_id, ())):
+                    self.finish(seq, "abort")
+            case TransferDone(seq_id):
+                self._transfer_ended(seq_id, None)
+            case TransferFailed(seq_id, why):
+                self._transfer_ended(seq_id, why)
+            case Tick():
+                pass
+
+    def next_step(self, now: float) -> StepPlan | Idle | Blocked:
+        """The next plan, or why there is none. Never raises under pressure; a policy that raises does."""
+        if len(self.outstanding) >= self.limits.max_outstanding:
+            return self._blocked()
+        while True:
+            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+            planner = Planner(self, now)
+            planner.run()
+            if planner.rows or planner.moves:
+                return self._launch(planner)
+            if planner.preempted_any:  # room was made but not used: ask again
+                continue
+            if self.outstanding or self.transfers:
+                return self._blocked()
+            if not self.sequences:
+                return Idle()
+            if planner.defer is not None:
+                return Idle(planner.defer)
+            seq, why = planner.stuck()
+            self.finish(seq, "capacity", why)
+
+    def outputs(self) -> list[Output]:
+        """What there is to tell since the last call, oldest first."""
+        out, self._outputs = self._outputs, []
+        return out
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence is alive, a step is outstanding or a transfer is in progress."""
+        return bool(self.sequences or self.outstanding or self.transfers)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All mutable state, independent of this Core; `restore` brings it back."""
+        keep = ("scheduler", "limits", "seed")
+        return copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in keep})
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from `snapshot`, taken from a Core with the same policies and limits."""
+        self.__dict__.update(copy.deepcopy(snapshot))
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> None:
+        why = self._refusal(request)
+        if why:
+            self._outputs.append(Rejected(request.id, why))
+            return
+        length = len(request.prompt)
+        limit = min(length + request.params.max_tokens, self.limits.max_model_len)
+        samples = []
+        for index in range(request.params.n):
+            number = self.num_submitted
+            self.num_submitted += 1
+            seed = sequence_seed(request.params.seed, self.seed, number, index)
+            seq = Sequence(request, index, number, seed, limit)
+            if index and self.ledger.cache.copies_on_write:
+                seq.leader = samples[0]
+            samples.append(seq)
+            self.sequences[seq.id] = seq
+            self.enqueue(seq)
+        self.requests[request.id] = samples
+
+    def _refusal(self, request: Request) -> str:
+        length = len(request.prompt)
+        limits = self.limits
+        if request.id in self.requests or request.id in self.sequences:
+            return f"request id {request.id!r} is already in use; give each request its own id"
+        for index in range(1, request.params.n):
+            if f"{request.id}/{index}" in self.sequences:
+                return f"request id {request.id!r} clashes with a sample of another request; choose another id"
+        if length == 0:
+            return "the prompt is empty; give at least one token"
+        if length + 1 > limits.max_model_len:
+            return (
+                f"the prompt has {length} tokens and needs room for one more, but max_model_len is "
+                f"{limits.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        need = self.ledger.blocks_for(length + 1)
+        if need > limits.num_blocks:
+            return (
+                f"the prompt of {length} tokens needs {need} KV blocks of {self.ledger.block_size} tokens, but the "
+                f"pool has {limits.num_blocks}; raise num_kv_blocks (or KV memory) or shorten the prompt"
+            )
+        return ""
+
+    def _step_done(self, step: int, result: StepResult) -> None:
+        if step not in self.outstanding:
+            raise ProtocolError(f"StepDone({step}) but outstanding steps are {list(self.outstanding)}")
+        if step != next(iter(self.outstanding)):
+            raise ProtocolError(f"StepDone({step}) before step {next(iter(self.outstanding))}: steps end in order")
+        plan = self.outstanding.pop(step)
+        if len(result.rows) != len(plan.rows):
+            raise ProtocolError(f"step {step}: {len(result.rows)} results for {len(plan.rows)} rows")
+        for row, res in zip(plan.rows, result.rows, strict=True):
+            seq = self.sequences.get(row.seq)
+            # A sequence may have been aborted, or have ended at an earlier step, while this row ran.
+            if seq is not None and seq.status is Status.RUNNING:
+                self._row_done(seq, row, res, step)
+        self.ledger.pool.step_ended(step)
+
+    def _row_done(self, seq: Sequence, row: Row, res: RowResult, step: int) -> None:
+        seq.inflight -= len(row.tokens)
+        if seq.last_step == step:
+            seq.last_step = None
+        sampled = seq.awaiting and seq.awaiting[0] == step
+        if sampled:
+            seq.awaiting.pop(0)
+        if res.failure is not None:
+            self.finish(seq, "error", res.failure)
+            return
+        if not sampled:
+            self._advance(seq, row.stop)
+            return
+        if not res.tokens and res.stopped is None:
+            raise ProtocolError(f"step {step}: row {row.seq} needed a token and got none")
+        if len(res.tokens) > row.draft + 1:
+            raise ProtocolError(f"step {step}: row {row.seq} got {len(res.tokens)} tokens for {row.draft} drafts")
+        computed = row.stop - row.draft + max(0, len(res.tokens) - 1)
+        kept, reason, detail = self._accept(seq, res)
+        if kept:
+            self._outputs.append(
+                TokenDelta(seq.request.id, seq.index, res.tokens[:kept], res.logprobs[:kept])
+            )
+        self._advance(seq, min(computed, seq.known))
+        if reason:
+            self.finish(seq, reason, detail)
+        else:
+            seq.drafts = res.drafts
+
+    def _accept(self, seq: Sequence, res: RowResult) -> tuple[int, str, str]:
+        """Append sampled tokens up to the first that ends the sequence: (kept, reason, detail)."""
+        output, params = seq.output, seq.request.params
+        for kept, token in enumerate(res.tokens, 1):
+            output.append(token)
+            if token in seq.stop_ids and len(output) > params.min_tokens:
+                return kept, "stop", f"token {token}"
+            if seq.prompt_len + len(output) >= seq.limit and not (res.stopped is not None and kept == len(res.tokens)):
+                if len(output) >= params.max_tokens:
+                    return kept, "length", f"max_tokens={params.max_tokens}"
+                return kept, "length", f"max_model_len={self.limits.max_model_len}"
+        if res.stopped is not None:
+            return len(res.tokens), "stop", res.stopped
+        return len(res.tokens), "", ""
+
+    def _advance(self, seq: Sequence, computed: int) -> None:
+        self.ledger.commit(seq, seq.computed, computed)
+        seq.computed = computed
+
+    def _transfer_ended(self, seq_id: str, failure: str | None) -> None:
+        kind = self.transfers.pop(seq_id, None)
+        if kind is None:
+            raise ProtocolError(f"a transfer of {seq_id!r} ended, but none is in progress: {list(self.transfers)}")
+        seq = self.sequences[seq_id]
+        if seq.status in (Status.SENDING, Status.DONE):  # sent, or aborted while loading
+            self._drop(seq)
+        elif failure is not None:  # compute it here instead
+            self.ledger.release(seq, None)
+            self.preempted.append(seq_id)
+            seq.kv_load = None
+            seq.status = Status.WAITING
+            self.enqueue(seq)
+        else:
+            assert seq.kv_load is not None
+            self._advance(seq, min(seq.kv_load.num_tokens, seq.known - 1))
+            seq.num_cached = seq.computed
+            seq.kv_load = None
+            seq.status = Status.RUNNING
+            self.running.append(seq)
+
+    # --- state changes, shared with the planner ---------------------------------------------------
+
+    def enqueue(self, seq: Sequence) -> None:
+        seq.order = self.scheduler.order(seq)
+        insort(self.waiting, (seq.order, seq.number, seq))
+
+    def unqueue(self, seq: Sequence) -> None:
+        index = bisect_left(self.waiting, (seq.order, seq.number))  # type: ignore[arg-type]
+        del self.waiting[index]
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it will be computed again (its tokens are kept)."""
+        seq.status = Status.WAITING
+        seq.computed = 0
+        seq.drafts = ()
+        seq.num_preemptions += 1
+        self.ledger.release(seq, None)
+        self.preempted.append(seq.id)
+
+    def finish(self, seq: Sequence, reason: str, detail: str = "") -> None:
+        """End a living sequence and release what it holds, once."""
+        self._outputs.append(
+            Finished(
+                seq.request.id, seq.index, reason, detail, seq.prompt_len, len(seq.output), seq.num_cached,
+                seq.num_preemptions,
+            )  # fmt: skip
+        )
+        samples = self.requests[seq.request.id]
+        samples.remove(seq)
+        if not samples:
+            del self.requests[seq.request.id]
+        if seq.status is Status.WAITING:
+            self.unqueue(seq)
+        if seq.status is Status.LOADING:
+            seq.status = Status.DONE  # its blocks are still being written: kept until the transfer ends
+        elif seq.status is Status.RUNNING and seq.request.kv_to is not None and reason in ("stop", "length"):
+            seq.status = Status.SENDING
+            self.sends.append(seq)
+        else:
+            self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        seq.status = Status.DONE
+        # Rows of outstanding steps may still write to these blocks.
+        self.ledger.release(seq, seq.last_step)
+        del self.sequences[seq.id]
+        self.forget.append(seq.id)
+
+    def view(self, now: float) -> View:
+        return View(
+            now, self.limits, self.ledger.block_size, self.running, Queue(self.waiting), len(self.waiting),
+            self.ledger.pool.available,
+        )  # fmt: skip
+
+    def _launch(self, planner: Planner) -> StepPlan:
+        step = self.num_steps
+        self.num_steps += 1
+        pool = self.ledger.pool
+        stats = PlanStats(
+            len(self.running), len(self.waiting), pool.held, len(pool.idle), pool.num_blocks, pool.used, pool.block_size
+        )
+        plan = StepPlan(
+            step, tuple(planner.rows), tuple(planner.grants), tuple(planner.copies), tuple(planner.moves),
+            tuple(self.forget), tuple(self.preempted), stats,
+        )  # fmt: skip
+        self.forget, self.preempted = [], []
+        self.outstanding[step] = plan
+        return plan
+
+    def _blocked(self) -> Blocked:
+        return Blocked(tuple(self.outstanding), tuple(self.transfers))
+
+    # --- audit ----------------------------------------------------------------------------------
+
+    def audit(self) -> list[str]:
+        """Violated invariants, empty when all is well; cheap enough to call after every test event."""
+        from twinfer.core.audit import audit_core
+
+        return audit_core(self)

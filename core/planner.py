@@ -1,0 +1,315 @@
+"""One pass over a scheduler's proposals: turns wants into rows, within limits and memory.
+
+Invariants
+* Lists that the scheduler may be iterating (`running`, `waiting`) change only after it is done.
+* A sequence gets at most one row a step; a sequence preempted in this pass is not admitted in it.
+* The first admission that memory refuses closes admission for this step, so a small request never
+  starves a large one that is ahead of it. Gates do not close it.
+* Blocks of a sequence with rows in outstanding steps are never taken from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from twinfer.core.errors import PluginError
+from twinfer.core.plan import Copy, FromStep, Grant, Move, Need, Row, Token
+from twinfer.core.policy import Defer, Shortage, View, Want
+from twinfer.core.request import Sequence, Status
+
+if TYPE_CHECKING:
+    from twinfer.core.core import Core
+
+_RUNNING, _WAITING = Status.RUNNING, Status.WAITING
+_T = TypeVar("_T")
+
+
+class Planner:
+    """Collects the rows, grants, copies and moves of one step."""
+
+    def __init__(self, core: Core, now: float) -> None:
+        self.core = core
+        self.ledger = core.ledger
+        self.now = now
+        self.budget = core.limits.max_num_batched_tokens
+        self.rows: list[Row] = []
+        self.grants: list[Grant] = []
+        self.copies: list[Copy] = []
+        self.moves: list[Move] = []
+        self.defer: float | None = None
+        self.preempted_any = False
+        self._planned: set[str] = set()  # membership only, never iterated
+        self._admitted: list[Sequence] = []
+        self._num_admitted_rows = 0
+        self._preempted: list[Sequence] = []
+        self._closed = False
+        self._refused: tuple[Sequence, str] | None = None
+        self._view: View | None = None
+
+    def run(self) -> None:
+        core = self.core
+        self._send()
+        if core.running or core.waiting:
+            view = self._view = core.view(self.now)
+            for want in self._ask("propose", lambda: core.scheduler.propose(view)):
+                if isinstance(want, Defer):
+                    if want.until > self.now:
+                        self.defer = want.until if self.defer is None else min(self.defer, want.until)
+                    continue
+                if not isinstance(want, Want):
+                    raise PluginError(f"scheduler proposed {want!r}; propose Want(sequence, num_tokens) or Defer(until)")
+                if self.budget <= 0 or len(self.rows) >= core.limits.max_num_seqs:
+                    break
+                self._consider(want)
+        self._settle()
+
+    def _consider(self, want: Want) -> None:
+        seq = want.seq
+        if seq.id in self._planned or want.num_tokens < 1:
+            return
+        if seq.status is _RUNNING:
+            remaining = seq.remaining
+            if remaining < 1:
+                return
+            # With drafts out, how far the cache is valid is known only when the step is done.
+            if seq.inflight and seq.drafts:
+                return
+            n = min(want.num_tokens, remaining, self.budget)
+            if n < min(want.num_tokens, remaining) and not want.partial:
+                self._refuse(seq, self._budget_reason(seq, remaining))
+                return
+            self._feed(seq, n)
+        elif seq.status is _WAITING and not self._closed and seq not in self._preempted:
+            self._admit(seq, want)
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _feed(self, seq: Sequence, n: int) -> bool:
+        """A row of `n` known tokens (and drafts that fit) for a running sequence."""
+        start = seq.computed + seq.inflight
+        known = seq.prompt_len + len(seq.output)
+        total = known + len(seq.awaiting)
+        drafts: tuple[int, ...] = ()
+        if seq.drafts and start + n == total and not seq.awaiting:
+            drafts = seq.drafts[: max(0, min(self.budget - n, seq.limit - total - 1))]
+        stop = start + n + len(drafts)
+        grown = self.ledger.grow(seq, start, stop)
+        if isinstance(grown, int) and not self._make_room(seq, grown):
+            return False
+        if isinstance(grown, int):
+            grown = self.ledger.grow(seq, start, stop)
+            assert not isinstance(grown, int)
+        grant, copy = grown
+        if grant is not None:
+            self.grants.append(grant)
+        if copy is not None:
+            self.copies.append(copy)
+        self._row(seq, start, n, drafts, known, total)
+        return True
+
+    def _row(self, seq: Sequence, start: int, n: int, drafts: tuple[int, ...], known: int, total: int) -> None:
+        core = self.core
+        end = start + n
+        tokens: list[Token] | tuple[Token, ...] | range
+        if end <= known:
+            tokens = seq.tokens(start, end)  # type: ignore[assignment]
+        else:
+            waited = [FromStep(step, seq.id) for step in seq.awaiting]
+            tokens = [*seq.tokens(start, known), *waited[max(0, start - known) : end - known]]
+        need = Need.NONE
+        if end == total:
+            need = Need.DRAFTS if drafts else Need.LAST
+        if drafts:
+            tokens = [*tokens, *drafts]
+        self.rows.append(Row(seq.id, start, tokens, len(drafts), need, seq.seed))
+        fed = n + len(drafts)
+        seq.inflight += fed
+        self.budget -= fed
+        seq.last_step = core.num_steps
+        if need is not Need.NONE:
+            seq.awaiting.append(core.num_steps)
+        self._planned.add(seq.id)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def _make_room(self, seq: Sequence, lacking: int) -> bool:
+        """Preempt what the policy names until `seq` can grow; False when it cannot (or gave way itself)."""
+        pool = self.ledger.pool
+        target = pool.available + lacking
+        assert self._view is not None
+        view, shortage = self._view, Shortage(seq, lacking)
+        for victim in self._ask("victims", lambda: self.core.scheduler.victims(view, shortage)):
+            if not isinstance(victim, Sequence):
+                raise PluginError(f"scheduler named {victim!r} as a victim; name a Sequence of the view")
+            if victim.status is not _RUNNING or victim.inflight or victim.id in self._planned:
+                continue
+            self.core.preempt(victim)
+            self._preempted.append(victim)
+            if victim is seq:
+                return False
+            if pool.available >= target:
+                return True
+        size = self.ledger.block_size
+        self._refuse(
+            seq,
+            f"the sequence has grown to {seq.known} tokens and needs {lacking} more KV block(s) of {size} tokens, "
+            f"but all {pool.num_blocks} are taken; raise num_kv_blocks (or KV memory) or lower max_tokens",
+        )
+        return False
+
+    def _claims(self) -> int:
+        """Blocks that admitted sequences still need for tokens they already have."""
+        core, claims = self.core, 0
+        still = []
+        for seq in core.filling:
+            if seq.id in self.ledger.tables:
+                missing = self.ledger.missing(seq, seq.known)
+                if missing:
+                    claims += missing
+                    still.append(seq)
+        core.filling = still
+        return claims
+
+    def _admit(self, seq: Sequence, want: Want) -> None:
+        core, ledger = self.core, self.ledger
+        loading = seq.kv_load is not None
+        rows = len(core.running) - len(self._preempted) + self._num_admitted_rows
+        if not loading and rows >= core.limits.max_num_seqs:
+            self._closed = True
+            return
+        leader = seq.leader
+        fork = False
+        if leader is not None and not seq.output:  # with output of its own it shares no more than a hit
+            if leader.status is _RUNNING and leader.computed >= seq.known - 1:
+                fork = True
+            elif leader.num_preemptions == 0 and leader.status in (_WAITING, _RUNNING, Status.LOADING):
+                return  # its prompt is about to be shared: a gate, takes nothing
+        pool = ledger.pool
+        if fork:
+            assert leader is not None
+            tokens = seq.known - 1
+            count = -(-tokens // ledger.block_size)
+            need = ledger.blocks_for(seq.known + 1) - count + (tokens % ledger.block_size > 0)
+            room = pool.available
+        else:
+            hits = [] if loading else ledger.hits(seq)
+            need = ledger.blocks_for(seq.known + 1) - len(hits)
+            room = pool.available - sum(pool.refs[b] == 0 for b in hits)
+            tokens = len(hits) * ledger.block_size
+        others = bool(core.running or self._admitted)
+        spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
+        if need > room - spare:
+            self._closed = True
+            self._refuse(seq, self._memory_reason(seq, need))
+            return
+        remaining = seq.known - tokens
+        n = min(want.num_tokens, remaining, self.budget)
+        if n < min(want.num_tokens, remaining) and not want.partial and not loading:
+            self._closed = True
+            self._refuse(seq, self._budget_reason(seq, remaining))
+            return
+        if fork:
+            assert leader is not None
+            seq.computed = ledger.fork(seq, leader)
+        else:
+            seq.computed = ledger.admit(seq, hits)
+        seq.num_cached = seq.computed
+        seq.status = _RUNNING
+        self._admitted.append(seq)
+        core.filling.append(seq)
+        shared = tuple(ledger.tables[seq.id].blocks)
+        if loading:
+            self._load(seq)
+            return
+        self._num_admitted_rows += 1
+        at = len(self.grants)
+        if not self._feed(seq, n):
+            raise AssertionError("admission promised room")  # pragma: no cover
+        if shared:
+            fresh: tuple[int, ...] = ()
+            if len(self.grants) > at:
+                fresh = self.grants.pop().blocks
+            self.grants.append(Grant(seq.id, ledger.group, shared + fresh, len(shared)))
+
+    # --- transfers ------------------------------------------------------------------------------
+
+    def _load(self, seq: Sequence) -> None:
+        assert seq.kv_load is not None
+        tokens = min(seq.kv_load.num_tokens, seq.known - 1)
+        if tokens < 1:  # nothing to load: compute it
+            seq.kv_load = None
+            return
+        grown = self.ledger.grow(seq, 0, tokens)
+        assert not isinstance(grown, int) and grown[0] is not None
+        self.grants.append(grown[0])
+        self.moves.append(Move(seq.id, "load", seq.kv_load.handle, grown[0].blocks, tokens))
+        seq.status = Status.LOADING
+        self.core.transfers[seq.id] = "load"
+
+    def _send(self) -> None:
+        core = self.core
+        for seq in core.sends:
+            table = self.ledger.tables[seq.id]
+            assert seq.request.kv_to is not None
+            self.moves.append(Move(seq.id, "send", seq.request.kv_to, tuple(table.blocks), seq.computed))
+            core.transfers[seq.id] = "send"
+        core.sends = []
+
+    # --- end ------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, call: Callable[[], Iterable[_T]]) -> Iterator[_T]:
+        """What the scheduler answers; what it raises becomes a PluginError that names it."""
+        try:
+            answers = iter(call())
+        except Exception as error:
+            raise self._plugin_error(method, error) from error
+        while True:
+            try:
+                answer = next(answers)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._plugin_error(method, error) from error
+            yield answer
+
+    def _plugin_error(self, method: str, error: Exception) -> PluginError:
+        name = getattr(self.core.scheduler, "name", type(self.core.scheduler).__name__)
+        return PluginError(f"scheduler {name!r} failed in {method}: {type(error).__name__}: {error}")
+
+    def _settle(self) -> None:
+        core = self.core
+        self.preempted_any = bool(self._preempted)
+        for seq in self._admitted:
+            core.unqueue(seq)
+        if self._preempted or self._admitted:
+            core.running = [s for s in (*core.running, *self._admitted) if s.status is _RUNNING]
+        for seq in self._preempted:
+            core.enqueue(seq)
+
+    def _refuse(self, seq: Sequence, why: str) -> None:
+        if self._refused is None:
+            self._refused = (seq, why)
+
+    def _memory_reason(self, seq: Sequence, need: int) -> str:
+        return (
+            f"{seq.known} tokens need {need} free KV block(s) of {self.ledger.block_size} tokens, but only "
+            f"{self.ledger.pool.available} of {self.ledger.pool.num_blocks} can be had; raise num_kv_blocks (or KV memory)"
+        )
+
+    def _budget_reason(self, seq: Sequence, remaining: int) -> str:
+        return (
+            f"{remaining} tokens must be fed in one step, but max_num_batched_tokens is "
+            f"{self.core.limits.max_num_batched_tokens}; raise it or turn chunked prefill on"
+        )
+
+    def stuck(self) -> tuple[Sequence, str]:
+        """The head request and why nothing could be planned (for the progress law)."""
+        if self._refused is not None:
+            return self._refused
+        core = self.core
+        name = getattr(core.scheduler, "name", type(core.scheduler).__name__)
+        why = f"scheduler {name!r} proposed nothing although work is runnable; use another scheduler"
+        for seq in core.running:
+            return seq, why
+        return core.waiting[0][2], why

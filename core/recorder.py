@@ -1,0 +1,117 @@
+"""Writes a RunRecord while a run goes on, from what any driver sees: plans, results and outputs.
+
+Invariants
+* Times come in on the driver's clock and are stored relative to `start`.
+* The record is valid at any moment: `finish(complete=False)` after a cancel keeps all that happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from twinfer.core.events import Finished, Output, Rejected, TokenDelta
+from twinfer.core.plan import StepPlan, StepResult
+from twinfer.core.records import RequestRecord, RunRecord, StepRecord, compute_metrics
+from twinfer.core.request import Request
+
+
+class Recorder:
+    """One run's observer. `start` is the driver-clock time that becomes 0 in the record."""
+
+    def __init__(
+        self,
+        world: str,
+        config: Mapping[str, Any],
+        workload: Mapping[str, Any],
+        kv_bytes_per_token: float,
+        environment: Mapping[str, Any] | None = None,
+        reasons: Mapping[str, str] | None = None,
+        run_id: str | None = None,
+        start: float = 0.0,
+        keep_ops: bool = True,
+    ) -> None:
+        created = datetime.now(UTC)
+        self.start = start
+        self.keep_ops = keep_ops
+        self.record = RunRecord(
+            id=run_id or f"{created:%Y%m%d-%H%M%S}-{world}-{uuid4().hex[:6]}",
+            world=world,
+            created=created.isoformat(timespec="seconds"),
+            config=dict(config),
+            workload=dict(workload),
+            environment=dict(environment or {}),
+            reasons=dict(reasons or {}),
+            kv_bytes_per_token=kv_bytes_per_token,
+        )
+        self._open: dict[tuple[str, int], RequestRecord] = {}
+        self._by_seq: dict[str, RequestRecord] = {}
+
+    def submitted(self, request: Request, now: float) -> None:
+        """A request arrived; its own `arrival` counts if it is set, else `now` (driver clock)."""
+        arrival = (request.arrival or now) - self.start
+        for index in range(request.params.n):
+            entry = RequestRecord(
+                request_id=request.id, index=index, arrival=arrival, num_prompt_tokens=len(request.prompt)
+            )
+            if (request.id, index) in self._open:
+                continue  # a duplicate id: Core rejects it, the first one stays
+            self._open[request.id, index] = entry
+            self._by_seq[request.id if index == 0 else f"{request.id}/{index}"] = entry
+            self.record.requests.append(entry)
+
+    def step(self, plan: StepPlan, result: StepResult, start: float, end: float) -> None:
+        """A step ran from `start` to `end` (driver clock)."""
+        begin = start - self.start
+        num_decode = context = tokens = 0
+        for row in plan.rows:
+            fed = len(row.tokens)
+            tokens += fed
+            num_decode += fed == 1
+            context += row.start + fed
+            entry = self._by_seq.get(row.seq)
+            if entry is not None and entry.first_scheduled is None:
+                entry.first_scheduled = begin
+        stats = plan.stats
+        self.record.steps.append(
+            StepRecord(
+                step=plan.step, start=begin, seconds=end - start, sigma=result.sigma, num_rows=len(plan.rows),
+                num_tokens=tokens, num_decode_rows=num_decode, num_context_tokens=context, running=stats.running,
+                waiting=stats.waiting, held_blocks=stats.held_blocks, idle_blocks=stats.idle_blocks,
+                total_blocks=stats.total_blocks, used_slots=stats.used_slots, block_size=stats.block_size,
+                preempted=len(plan.preempted), ops=result.ops if self.keep_ops else {},
+            )  # fmt: skip
+        )
+
+    def output(self, output: Output, now: float) -> None:
+        """A delta, an end or a rejection (driver clock)."""
+        at = now - self.start
+        if isinstance(output, TokenDelta):
+            entry = self._open[output.request_id, output.index]
+            if entry.first_token is None:
+                entry.first_token = at
+            elif entry.last_token is not None:
+                entry.itl.append(at - entry.last_token)
+            entry.last_token = at
+            entry.num_output_tokens += len(output.tokens)
+        elif isinstance(output, Finished):
+            entry = self._open.pop((output.request_id, output.index))
+            self._by_seq.pop(output.request_id if output.index == 0 else f"{output.request_id}/{output.index}", None)
+            entry.finished, entry.reason, entry.detail = at, output.reason, output.detail
+            entry.num_cached_tokens = output.num_cached_tokens
+            entry.num_preemptions = output.num_preemptions
+        elif isinstance(output, Rejected):
+            for key in [k for k in self._open if k[0] == output.request_id]:
+                entry = self._open[key]
+                if entry.first_scheduled is not None:
+                    return  # a second request with the id of a living one was turned away
+                del self._open[key]
+                entry.finished, entry.reason, entry.detail = at, "rejected", output.why
+
+    def finish(self, complete: bool = True) -> RunRecord:
+        """The record with its metrics; may be called on a run that was stopped."""
+        self.record.complete = complete
+        self.record.metrics = compute_metrics(self.record)
+        return self.record

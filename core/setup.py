@@ -1,0 +1,135 @@
+"""From a configuration to the parts of a Core: the same for engine and simulator.
+
+Invariants
+* Every "auto" becomes a choice with its reason in `Setup.reasons`.
+* Whatever cannot work is a ConfigError here, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.core import Core
+from twinfer.core.errors import ConfigError
+from twinfer.core.policy import KVCache, Limits, Scheduler
+from twinfer.core.registry import Registry
+from twinfer.core.spec import ModelSpec
+from twinfer.core.technique import Needs, Technique
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything resolved. `model` is the spec as all chosen techniques leave it."""
+
+    config: EngineConfig
+    model: ModelSpec
+    limits: Limits
+    scheduler: Scheduler
+    kv_cache: KVCache
+    techniques: tuple[Technique, ...]
+    block_size: int
+    kv_bytes_per_token: float
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kv_pool_bytes(self) -> float:
+        return self.limits.num_blocks * self.block_size * self.kv_bytes_per_token
+
+    def build_core(self) -> Core:
+        return Core(self.scheduler, self.kv_cache, self.limits, seed=self.config.seed, namespace=self.model.name)
+
+
+def adapt_model(
+    config: EngineConfig, spec: ModelSpec, registry: Registry, needs: Needs
+) -> tuple[ModelSpec, tuple[Technique, ...]]:
+    """`spec` as the chosen attention variant, quantizer and dtypes leave it, and those techniques."""
+    changes: dict[str, Any] = {}
+    if config.dtype != "auto":
+        changes["dtype"] = config.dtype
+        if config.kv_dtype == "auto":
+            changes["kv_dtype"] = config.dtype
+    if config.kv_dtype != "auto":
+        changes["kv_dtype"] = config.kv_dtype
+    model = replace(spec, **changes) if changes else spec
+    techniques: list[Technique] = []
+    for kind, choice in (("attention", config.attention), ("quantizer", config.quantizer)):
+        if kind == "attention" and choice is None and spec.variant in registry.names("attention"):
+            choice = Choice(name=spec.variant)  # the checkpoint's own
+        if choice is None:
+            continue
+        technique = registry.build(kind, choice)
+        reasons = technique.why_not(replace(needs, model=model))
+        if reasons:
+            raise ConfigError(
+                "--" + ("quant" if kind == "quantizer" else kind), str(choice), "; ".join(reasons),
+                "choose another or leave it out",
+            )  # fmt: skip
+        model = technique.adapt_model(model)
+        techniques.append(technique)
+    return model, tuple(techniques)
+
+
+def resolve(
+    config: EngineConfig,
+    spec: ModelSpec,
+    registry: Registry,
+    kv_bytes_available: float | None = None,
+    needs: Needs | None = None,
+    max_request_tokens: int | None = None,
+) -> Setup:
+    """Choose techniques, limits and the size of the KV pool.
+
+    kv_bytes_available: what is left for KV after weights and activations; used when neither
+    `num_kv_blocks` nor `kv_memory_bytes` is set.  max_request_tokens: longest prompt plus output of
+    the workload when known; "auto" context never needs to be longer.
+    """
+    reasons: dict[str, str] = {}
+    needs = needs or Needs()
+    model, techniques = adapt_model(config, spec, registry, needs)
+    scheduler = registry.build("scheduler", config.scheduler)
+    kv_cache = registry.build("kv_cache", config.kv_cache)
+    for option, technique in (("--scheduler", scheduler), ("--kv-cache", kv_cache)):
+        why = technique.why_not(replace(needs, model=model))
+        if why:
+            raise ConfigError(option, technique.name, "; ".join(why), "choose another")
+    max_len = config.max_model_len
+    if max_len is None:
+        max_len = model.max_context
+        reasons["max_model_len"] = f"{max_len}: the model's context"
+        if max_request_tokens is not None and max_request_tokens < max_len:
+            max_len = max(2, max_request_tokens)
+            reasons["max_model_len"] = f"{max_len}: the longest request of the workload"
+    elif max_len > model.max_context:
+        raise ConfigError(
+            "--max-model-len", max_len, f"{model.name} was made for {model.max_context} tokens",
+            f"use at most {model.max_context}",
+        )  # fmt: skip
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_len,
+    )
+    block_size = kv_cache.block_size(limits)
+    per_token = model.kv_bytes_per_token(tp=config.tp)
+    per_block = block_size * per_token
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        budget = config.kv_memory_bytes or kv_bytes_available
+        if budget is None:
+            raise ConfigError("--num-kv-blocks", None, "no size for the KV pool", "give it or --kv-memory-bytes")
+        num_blocks = int(budget // per_block)
+        reasons["num_kv_blocks"] = (
+            f"{num_blocks}: {budget / 2**30:.2f} GiB of KV memory / ({block_size} tokens x {per_token:.0f} B)"
+        )
+        if num_blocks < 1:
+            raise ConfigError(
+                "--kv-memory-bytes", int(budget), f"one KV block of {block_size} tokens takes {per_block:.0f} B",
+                "give more memory, or lower --max-model-len or the block size",
+            )  # fmt: skip
+    limits = replace(limits, num_blocks=num_blocks)
+    return Setup(
+        config=config, model=model, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
+        block_size=block_size, kv_bytes_per_token=per_token, reasons=reasons,
+    )  # fmt: skip

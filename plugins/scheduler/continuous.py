@@ -1,0 +1,63 @@
+"""Iteration-level scheduling: requests join and leave the batch at every step.
+
+Running sequences come first (so decodes are never delayed by new prompts), then the waiting ones in
+order; a long prompt is fed in chunks beside the decodes unless chunking is off. When memory is short
+the least important, latest sequence is preempted and recomputed later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
+
+from twinfer.core.policy import Defer, Shortage, View, Want
+from twinfer.core.request import Sequence
+from twinfer.core.technique import Options, Technique
+
+
+class Continuous(Technique):
+    name = "continuous"
+    summary = "Iteration-level batching, chunked prefill mixed with decode, preemption by recompute"
+    reference = "Orca (OSDI'22); chunked prefill: Sarathi-Serve (OSDI'24, arXiv:2403.02310)"
+
+    class Options(Options):
+        chunked_prefill: bool = Field(True, description="cut prompts to the token budget; off feeds them whole")
+        chunk_size: int | None = Field(
+            None, ge=1, description="most prompt tokens of one request per step; None: what the budget leaves"
+        )
+        policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of the queue")
+
+    options: Options
+
+    def order(self, seq: Sequence) -> tuple[object, ...]:
+        return (seq.priority,) if self.options.policy == "priority" else ()
+
+    def propose(self, view: View) -> Iterable[Want | Defer]:
+        chunk = self.options.chunk_size if self.options.chunked_prefill else None
+        partial = self.options.chunked_prefill
+        most = chunk or view.limits.max_num_batched_tokens
+        running: Iterable[Sequence] = view.running
+        if self.options.policy == "priority":
+            running = sorted(view.running, key=_rank)
+        for seq in running:
+            yield Want(seq, most if partial else seq.remaining, partial)
+        for seq in view.waiting:
+            yield Want(seq, most if partial else seq.known, partial)
+
+    def victims(self, view: View, shortage: Shortage) -> Iterable[Sequence]:
+        # Never preempts what ranks above the sequence in need: that sequence gives way itself.
+        if self.options.policy == "priority":
+            ranked = sorted(view.running, key=_rank, reverse=True)
+            return [s for s in ranked if _rank(s) >= _rank(shortage.seq)]
+        ranked = sorted(view.running, key=_age, reverse=True)
+        return [s for s in ranked if s.number >= shortage.seq.number]
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return (seq.priority, seq.number)
+
+
+def _age(seq: Sequence) -> int:
+    return seq.number
