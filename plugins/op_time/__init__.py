@@ -1,0 +1,14 @@
+"""Op-time models: how long one op takes on a device."""
+
+from __future__ import annotations
+
+from twinfer.core.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def register_op_time_model(register: Register) -> None:
+    from twinfer.plugins.op_time.calibrated import Calibrated
+    from twinfer.plugins.op_time.roofline import Roofline
+
+    for cls in (Calibrated, Roofline):
+        register(cls)

@@ -1,0 +1,15 @@
+"""Where requests come from: synthetic, production traces, prompt files."""
+
+from __future__ import annotations
+
+from twinfer.core.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def register_workload(register: Register) -> None:
+    from twinfer.plugins.workload.prompts import Prompts
+    from twinfer.plugins.workload.synthetic import Synthetic
+    from twinfer.plugins.workload.traces import AzureTrace, MooncakeTrace
+
+    for cls in (Prompts, AzureTrace, MooncakeTrace, Synthetic):
+        register(cls)

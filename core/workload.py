@@ -1,0 +1,241 @@
+"""What is asked of an engine: how many requests, when they arrive, how long they are.
+
+Engine and simulator call `generate` with the same `Workload` and get equal requests, so a real run and
+its prediction answer the same questions.
+
+Invariants
+* Equal workload, vocabulary, context length and encoder give equal requests in equal order.
+* Requests are sorted by arrival, the first arrives at 0; ids are `r0, r1, ...` in that order.
+* Synthetic prompts share no block with each other but the `shared_prefix` that was asked for.
+* Where requests come from is a plugin (kind `workload`); this module only describes and checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator, model_validator
+
+from twinfer.core.config import Choice
+from twinfer.core.errors import ConfigError
+from twinfer.core.params import SamplingParams
+from twinfer.core.request import Request
+
+if TYPE_CHECKING:
+    from twinfer.core.registry import Registry
+
+DEFAULT_NUM_REQUESTS = 100
+Encode = Callable[[str], Sequence[int]]
+
+
+class Workload(BaseModel):
+    """A traffic description.
+
+    num_requests: None takes every row of a trace or every prompt, and 100 for synthetic requests.
+    rate: mean arrivals per s (Poisson); inf sends everything at 0; None keeps a trace's own times
+        and is inf elsewhere.
+    input_len, output_len: mean tokens of a synthetic prompt and of its answer; for prompts from a file
+        `output_len` is the answer's length, unless the file gives one.
+    lengths, spread: `fixed`; `uniform` on mean * [1 - spread, 1 + spread]; `lognormal` with the same
+        mean and `spread` as the standard deviation of the logarithm.
+    shared_prefix: first tokens that are the same in all prompts of one of `num_prefixes` groups.
+    trace: path of a trace or prompts file.  prompts: texts.  prompt_tokens: prompts already encoded.
+    too_long: `keep` hands prompts over that the engine must reject; `filter` leaves out requests whose
+        prompt and answer exceed the context.
+    source: workload plugin; None finds it from the other fields.
+    ignore_eos: answers run to their full length whatever the model says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    num_requests: int | None = None
+    rate: float | None = None
+    input_len: int = 512
+    output_len: int = 128
+    lengths: Literal["fixed", "uniform", "lognormal"] = "fixed"
+    spread: float = 0.0
+    shared_prefix: int = 0
+    num_prefixes: int = 1
+    trace: str | None = None
+    prompts: tuple[str, ...] = ()
+    prompt_tokens: tuple[tuple[int, ...], ...] = ()
+    too_long: Literal["keep", "filter"] = "keep"
+    source: Choice | None = None
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    seed: int = 0
+
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _path_to_text(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, str) else str(value)
+
+    @field_serializer("rate")
+    def _rate_to_json(self, rate: float | None) -> float | str | None:
+        return "inf" if rate == math.inf else rate  # JSON has no infinity
+
+    @model_validator(mode="after")
+    def _check(self) -> Workload:
+        for field, option in (("input_len", "--input-len"), ("output_len", "--output-len"),
+                              ("num_prefixes", "--num-prefixes")):  # fmt: skip
+            _require(option, getattr(self, field), getattr(self, field) >= 1, "give at least 1")
+        if self.num_requests is not None:
+            _require("--requests", self.num_requests, self.num_requests >= 1, "give at least 1")
+        if self.rate is not None:
+            ok = self.rate > 0 and not math.isnan(self.rate)
+            _require("--rate", self.rate, ok, "give requests per second above 0, or inf for all at once")
+        top = 1.0 if self.lengths == "uniform" else 3.0
+        _require("--spread", self.spread, 0 <= self.spread <= top, f"use a value from 0 to {top:g}")
+        if self.spread and self.lengths == "fixed":
+            raise ConfigError(
+                "--spread", self.spread, "fixed lengths have no spread", "choose --lengths uniform or lognormal"
+            )
+        ok = 0 <= self.shared_prefix < self.input_len
+        _require("--shared-prefix", self.shared_prefix, ok, f"use 0 to input-len - 1 ({self.input_len - 1})")
+        _require("--seed", self.seed, self.seed >= 0, "use 0 or a positive whole number")
+        if self.trace and (self.prompts or self.prompt_tokens):
+            raise ConfigError("--trace", self.trace, "prompts are given too", "give a trace or prompts, not both")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-ready fields that differ from the defaults; `Workload(**plain)` gives the workload back."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def make_workload(**given: Any) -> Workload:
+    """A workload from user input; the first mistake is a one-line ConfigError."""
+    try:
+        return Workload(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else "workload"
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(Workload.model_fields)
+            raise ConfigError(field, first["input"], "no such workload option", f"known options: {known}") from None
+        option = {"num_requests": "--requests"}.get(field, "--" + field.replace("_", "-"))
+        raise ConfigError(option, first["input"], first["msg"].lower(), "see `twinfer simulate --help`") from None
+
+
+def _require(option: str, value: object, ok: bool, fix: str) -> None:
+    if not ok:
+        raise ConfigError(option, value, "out of range", fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a workload plugin may depend on besides the workload.
+
+    encode: text to token ids; None where no tokenizer is at hand (what-if runs without the model).
+    """
+
+    vocab_size: int
+    max_model_len: int
+    encode: Encode | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request as a plugin proposes it: `arrival` in s from any origin, None where it has no time."""
+
+    prompt: Sequence[int]
+    output_len: int
+    arrival: float | None = None
+    temperature: float | None = None
+
+
+class WorkloadSource(Protocol):
+    """Contract of workload plugins (beside `Technique`'s attributes)."""
+
+    @classmethod
+    def accepts(cls, workload: Workload) -> bool:
+        """Whether this source can serve `workload` when none was named (a look at its file is fine)."""
+        ...
+
+    def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
+        """The requests, in order of arrival when they have times. Raises ConfigError for a bad file."""
+        ...
+
+    def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
+        """`num` Poisson arrival times in s, used where drafts have none or `rate` was given."""
+        ...
+
+
+def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadSource:
+    """The plugin that serves `workload`: the one it names, else the first that accepts it."""
+    if registry is None:
+        from twinfer.core.registry import default_registry
+
+        registry = default_registry()
+    if workload.source is not None:
+        named: WorkloadSource = registry.build("workload", workload.source)
+        return named
+    for name in registry.names("workload"):
+        if registry.get("workload", name).accepts(workload):
+            found: WorkloadSource = registry.build("workload", Choice(name=name))
+            return found
+    raise ConfigError(
+        "--trace", workload.trace, "no workload plugin can read it",
+        f"give a file for one of: {', '.join(registry.names('workload'))}",
+    )  # fmt: skip
+
+
+def generate(
+    workload: Workload,
+    vocab_size: int,
+    max_model_len: int,
+    *,
+    encode: Encode | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+    registry: Registry | None = None,
+) -> list[Request]:
+    """The requests of `workload`, sorted by arrival.
+
+    Without `encode`, texts stand for one token per four bytes (a usual ratio for English), so that a
+    prediction needs no tokenizer; the engine passes its own encoder.
+    Raises ConfigError when a file is missing, malformed or holds nothing to ask.
+    """
+    source = source_of(workload, registry)
+    setting = Setting(
+        vocab_size=vocab_size, max_model_len=max_model_len, encode=encode, eos_token_ids=eos_token_ids
+    )  # fmt: skip
+    drafts = list(source.drafts(workload, setting))
+    if workload.too_long == "filter":
+        drafts = [d for d in drafts if len(d.prompt) + d.output_len <= max_model_len]
+        if not drafts:
+            raise ConfigError(
+                "too_long", "filter", f"no request fits into a context of {max_model_len} tokens",
+                "raise --max-model-len or shorten the requests",
+            )  # fmt: skip
+    if workload.rate is not None or any(d.arrival is None for d in drafts):
+        times: Sequence[float] = [0.0] * len(drafts)
+        if workload.rate is not None and workload.rate != math.inf:
+            times = source.arrivals(workload, len(drafts))
+    else:
+        origin = min(d.arrival for d in drafts if d.arrival is not None)
+        times = [d.arrival - origin for d in drafts if d.arrival is not None]
+    order = sorted(range(len(drafts)), key=lambda i: times[i])  # stable: ties keep the file's order
+    return [
+        Request(
+            id=f"r{number}",
+            prompt=drafts[i].prompt,
+            params=_params(workload, drafts[i]),
+            arrival=times[i],
+            eos_token_ids=eos_token_ids,
+        )
+        for number, i in enumerate(order)
+    ]
+
+
+def _params(workload: Workload, draft: Draft) -> SamplingParams:
+    temperature = workload.temperature if draft.temperature is None else draft.temperature
+    return SamplingParams(max_tokens=draft.output_len, temperature=temperature, ignore_eos=workload.ignore_eos)
+
+
+__all__ = [
+    "DEFAULT_NUM_REQUESTS", "Draft", "Encode", "Setting", "Workload", "WorkloadSource", "generate",
+    "make_workload", "source_of",
+]  # fmt: skip

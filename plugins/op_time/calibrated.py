@@ -1,0 +1,240 @@
+"""Op times from tables measured on the machine itself (`twinfer calibrate`).
+
+    gemm         (n, k) measured: linear between the measured m
+                 other (n, k):    utilisation of the two nearest measured shapes, at the same m
+    attention    non-negative sum of what its rows cost (`ATTENTION_TERMS`)
+    elementwise  overhead + bytes / bandwidth
+    host         const + per row + per token + per logit
+
+Invariants
+* Answers only for the dtypes and kinds that were measured; otherwise the next model is asked.
+* `source` says which rule gave the number; a transferred or extrapolated time has a larger sigma.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from twinfer.core.errors import ConfigError
+from twinfer.core.op_time import OpTime
+from twinfer.core.technique import Technique
+from twinfer.core.work import Op, dtype_bytes, visible_pairs
+
+if TYPE_CHECKING:
+    from twinfer.core.device import DeviceSpec
+
+ATTENTION_TERMS = ("call", "prefill_row", "prefill_token", "prefill_gflop", "prefill_key",
+                   "decode_row", "decode_key", "decode_padded_key")  # fmt: skip
+HOST_TERMS = ("step", "row", "token", "logit")
+
+
+class GemmTable(BaseModel):
+    """Measured seconds of x[m, k] @ w[n, k].T by m; `spread`: relative standard deviation of the medians."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    dtype: str
+    n: int
+    k: int
+    m: tuple[int, ...]
+    seconds: tuple[float, ...]
+    spread: float
+
+
+class Fit(BaseModel):
+    """A non-negative linear fit; `spread`: relative standard deviation of its residuals."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    terms: dict[str, float]
+    spread: float
+    num_points: int = 0
+
+
+class Calibration(BaseModel):
+    """What was measured on one machine: the `calibration` part of a device file.
+
+    attention: by dtype; the GFLOP term is per launch, the key terms are per KV value read
+    (keys * KV heads * head size), so that other head counts can be asked for.
+    copy_overhead, copy_bandwidth: s per elementwise op and bytes/s.
+    host: seconds of a step that are in no op.  fingerprint: what the numbers hold for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    version: int = 1
+    created: str = ""
+    model: str = ""
+    dtypes: tuple[str, ...] = ()
+    gemm: tuple[GemmTable, ...] = ()
+    attention: dict[str, Fit] = {}
+    copy_overhead: float = 0.0
+    copy_bandwidth: float = 0.0
+    copy_spread: float = 0.1
+    host: Fit | None = None
+    host_by_dtype: dict[str, Fit] = {}
+    fingerprint: dict[str, Any] = {}
+
+
+class Calibrated(Technique):
+    name = "calibrated"
+    summary = "op times interpolated in tables measured on this machine by `twinfer calibrate`"
+    reference = "utilisation transfer: AIConfigurator (arXiv:2601.06288)"
+
+    def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
+        tables = tables_of(device)
+        if tables is None:
+            return None
+        if op.kind == "gemm":
+            return tables.gemm(op)
+        if op.kind == "attention":
+            return tables.attention(op)
+        if op.kind in ("elementwise", "gather"):
+            return tables.elementwise(op)
+        if op.kind == "host":
+            return tables.host(op)
+        return None
+
+
+class Tables:
+    """A `Calibration` arranged for look-up."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self._gemm: dict[tuple[str, int, int], GemmTable] = {}
+        for table in calibration.gemm:
+            self._gemm[table.dtype, table.n, table.k] = table
+        self._peak: dict[str, float] = {}
+        self._bandwidth: dict[str, float] = {}
+        for dtype in {t.dtype for t in calibration.gemm}:
+            same = [t for t in calibration.gemm if t.dtype == dtype]
+            self._peak[dtype] = max(2 * t.n * t.k * m / s for t in same for m, s in zip(t.m, t.seconds, strict=True))
+            self._bandwidth[dtype] = max(
+                gemm_bytes(m, t.n, t.k, dtype) / s for t in same for m, s in zip(t.m, t.seconds, strict=True)
+            )
+
+    def gemm(self, op: Op) -> OpTime | None:
+        if len(op.shape) != 3 or op.dtype not in self._peak:
+            return None
+        m, n, k = op.shape
+        table = self._gemm.get((op.dtype, n, k))
+        if table is not None:
+            seconds, source = on_table(table, m)
+            # 3 %: interpolation between neighbouring m, seen on held-out m
+            spread = table.spread if source == "measured" else math.hypot(table.spread, 0.03)
+            if source == "extrapolated":
+                spread = math.hypot(spread, 0.1)
+            return OpTime(seconds, spread * seconds, source, f"[{m}, {k}] x [{k}, {n}] {op.dtype}")
+        return self._transferred(m, n, k, op.dtype)
+
+    def _transferred(self, m: int, n: int, k: int, dtype: str) -> OpTime:
+        """Utilisation of the nearest two measured shapes (distance in log2 n, log2 k), inverse-distance weighted."""
+
+        def distance(t: GemmTable) -> float:
+            return math.hypot(math.log2(n / t.n), math.log2(k / t.k))
+
+        near = sorted((t for t in self._gemm.values() if t.dtype == dtype), key=lambda t: (distance(t), t.n, t.k))[:2]
+        weights = [1 / max(distance(t), 1e-6) for t in near]
+        use = sum(
+            w * self._ideal(m, t.n, t.k, dtype) / on_table(t, m)[0] for w, t in zip(weights, near, strict=True)
+        ) / sum(weights)
+        seconds = self._ideal(m, n, k, dtype) / use
+        far = distance(near[0])
+        spread = math.hypot(near[0].spread, 0.08 + 0.05 * min(far, 4))
+        names = " and ".join(f"({t.n}, {t.k})" for t in near)
+        return OpTime(seconds, spread * seconds, "transferred", f"utilisation {use:.0%} of the nearest shapes {names}")
+
+    def _ideal(self, m: int, n: int, k: int, dtype: str) -> float:
+        return max(2 * m * n * k / self._peak[dtype], gemm_bytes(m, n, k, dtype) / self._bandwidth[dtype])
+
+    def attention(self, op: Op) -> OpTime | None:
+        fit = self.calibration.attention.get(op.dtype)
+        if fit is None or not op.rows:
+            return None
+        seconds = dot(fit.terms, attention_features(op))
+        return OpTime(seconds, fit.spread * seconds, "fitted", f"{len(op.rows)} rows, {fit.num_points} measured points")
+
+    def elementwise(self, op: Op) -> OpTime | None:
+        c = self.calibration
+        if not c.copy_bandwidth:
+            return None
+        seconds = c.copy_overhead + op.bytes / c.copy_bandwidth
+        return OpTime(seconds, c.copy_spread * seconds, "fitted", f"{op.bytes / 1e6:.2f} MB")
+
+    def host(self, op: Op) -> OpTime | None:
+        fit = self.calibration.host_by_dtype.get(op.dtype) or self.calibration.host
+        if fit is None:
+            return None
+        rows, tokens, logits = op.shape
+        features = dict(zip(HOST_TERMS, (1.0, rows, tokens, logits), strict=True))
+        seconds = dot(fit.terms, features)
+        return OpTime(seconds, fit.spread * seconds, "fitted", f"{rows} rows, {tokens} tokens, {logits} logits")
+
+
+def attention_features(op: Op) -> dict[str, float]:
+    """What one attention launch does, in the units of `ATTENTION_TERMS`.
+
+    Decode rows feed one token; `decode_padded_key` counts them as if all were as long as the longest
+    (a padded kernel); keys are in KV values (scaled by the op's FLOPs, which carry heads and head size).
+    """
+    pairs = sum(visible_pairs(r.queries, r.keys) for r in op.rows)
+    flops_a_pair = op.flops / pairs if pairs else 0.0
+    prefill = [r for r in op.rows if r.queries > 1]
+    decode = [r.keys for r in op.rows if r.queries == 1]
+    return {
+        "call": 1.0,
+        "prefill_row": float(len(prefill)),
+        "prefill_token": float(sum(r.queries for r in prefill)),
+        "prefill_gflop": flops_a_pair * sum(visible_pairs(r.queries, r.keys) for r in prefill) / 1e9,
+        "prefill_key": flops_a_pair * sum(r.keys for r in prefill) / 1e6,
+        "decode_row": float(len(decode)),
+        "decode_key": flops_a_pair * sum(decode) / 1e6,
+        "decode_padded_key": flops_a_pair * max(decode, default=0) * len(decode) / 1e6,
+    }
+
+
+def dot(terms: dict[str, float], features: dict[str, float]) -> float:
+    return sum(weight * features[name] for name, weight in terms.items())
+
+
+def gemm_bytes(m: int, n: int, k: int, dtype: str) -> float:
+    return (m * k + k * n + m * n) * dtype_bytes(dtype)
+
+
+def on_table(table: GemmTable, m: int) -> tuple[float, str]:
+    """Seconds at `m`, linear between measured m, proportional above and flat below them."""
+    ms: Sequence[int] = table.m
+    i = bisect_left(ms, m)
+    if i < len(ms) and ms[i] == m:
+        return table.seconds[i], "measured"
+    if i == 0:
+        return table.seconds[0], "extrapolated"
+    if i == len(ms):
+        return table.seconds[-1] * m / ms[-1], "extrapolated"
+    x = (m - ms[i - 1]) / (ms[i] - ms[i - 1])
+    return table.seconds[i - 1] * (1 - x) + table.seconds[i] * x, "interpolated"
+
+
+def tables_of(device: DeviceSpec) -> Tables | None:
+    """The device's calibration, None when it has none; ConfigError when it is malformed."""
+    given = getattr(device, "calibration", None)
+    if not given:
+        return None
+    cached = _tables.get(id(given))
+    if cached is not None and cached[0] is given:
+        return cached[1]
+    try:
+        tables = Tables(Calibration.model_validate(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            "--device", device.name, f"calibration.{where}: {first['msg'].lower()}", "run `twinfer calibrate` again"
+        ) from None
+    _tables[id(given)] = (given, tables)
+    return tables
+
+
+_tables: dict[int, tuple[Any, Tables]] = {}

@@ -1,0 +1,210 @@
+"""Analytic op times: peaks of the device file, bent by efficiency curves where the file has them.
+
+    gemm         t = t0 + ((F / (ec * peak))^p + (bytes / (em * BW))^p)^(1/p)
+    attention    t = t0 + prefill pairs at an efficiency that grows with context
+                        + decode keys at an efficiency that grows with the bytes of KV
+    elementwise  t = t0 + bytes / (em * BW)
+    comm         t = t0 + bytes / (em * link)
+    host         t = const + per row
+
+Curves come from `efficiency` of the device file (names: `Curves`). Without them every efficiency is 1
+and every overhead 0: a lower bound on time, labelled `upper bound` (of speed).
+
+Invariants
+* Every answer says whether it is `analytic` (curves known) or an `upper bound`.
+* Monotone: more FLOPs or bytes never take less time, as long as the efficiency tables are monotone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from twinfer.core.errors import ConfigError
+from twinfer.core.op_time import OpTime
+from twinfer.core.technique import Options, Technique
+from twinfer.core.work import Op, visible_pairs
+
+if TYPE_CHECKING:
+    from twinfer.core.device import DeviceSpec
+
+_FALLBACK = {"float16": "bfloat16", "bfloat16": "float16", "fp8_e5m2": "fp8", "fp8": "int8"}
+
+
+class GemmCurve(BaseModel):
+    """Constants of the gemm formula for one dtype."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    overhead: float = Field(ge=0, description="s per launch")
+    compute: float = Field(gt=0, le=1, description="share of peak FLOP/s at large m")
+    memory: float = Field(gt=0, le=1, description="share of memory bandwidth at m = 1")
+    power: float = Field(ge=1, description="sharpness of the knee; inf is a plain roofline")
+
+
+class Curves(BaseModel):
+    """The `efficiency` part of a device file: where this device stays below its peaks.
+
+    Tables are (x, efficiency) points, interpolated in log2(x) and flat beyond their ends.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    gemm: dict[str, GemmCurve] = Field(default_factory=dict)
+    attention_overhead: float = Field(default=0.0, ge=0)
+    attention_compute: tuple[tuple[float, float], ...] = ()  # (context in tokens, share of peak FLOP/s)
+    attention_memory: tuple[tuple[float, float], ...] = ()  # (KV bytes per launch, share of bandwidth)
+    elementwise_overhead: float = Field(default=0.0, ge=0)
+    elementwise_memory: float = Field(default=1.0, gt=0, le=1)
+    comm_overhead: float = Field(default=0.0, ge=0)
+    comm_link: float = Field(default=1.0, gt=0, le=1)
+    host_step: float = Field(default=0.0, ge=0)
+    host_row: float = Field(default=0.0, ge=0)
+    sigma: float = Field(default=0.15, ge=0, le=1, description="relative standard deviation of op times")
+
+
+class Roofline(Technique):
+    name = "roofline"
+    summary = "analytic op times from the device's peaks and efficiency curves"
+    reference = "Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009"
+
+    class Options(Options):
+        """unknown_sigma: relative error assumed for devices without efficiency curves."""
+
+        unknown_sigma: float = Field(default=0.5, ge=0, le=1)
+
+    def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
+        curves = curves_of(device)
+        known = curves is not None
+        curves = curves or Curves()
+        parts = self._parts(op, device, curves)
+        if parts is None:
+            return None
+        seconds, detail = parts
+        sigma = (curves.sigma if known else self.options.unknown_sigma) * seconds
+        return OpTime(seconds, sigma, "analytic" if known else "upper bound", detail)
+
+    def _parts(self, op: Op, device: DeviceSpec, curves: Curves) -> tuple[float, str] | None:
+        bandwidth = device.memory_bandwidth
+        if op.kind == "host":
+            rows = op.shape[0]
+            seconds = curves.host_step + curves.host_row * rows
+            return seconds, f"{curves.host_step * 1e6:.0f} us a step + {curves.host_row * 1e6:.1f} us x {rows} rows"
+        if op.kind == "gemm":
+            curve = pick(curves.gemm, op.dtype)
+            peak = peak_flops(device, op.dtype)
+            if curve is None:
+                seconds = max(op.flops / peak, op.bytes / bandwidth)
+                return seconds, _bound(op, peak, bandwidth)
+            compute = op.flops / (curve.compute * peak)
+            memory = op.bytes / (curve.memory * bandwidth)
+            return curve.overhead + _soft_max(compute, memory, curve.power), _bound(op, peak, bandwidth)
+        if op.kind == "attention":
+            return attention_seconds(op, device, curves)
+        if op.kind == "comm":
+            link = getattr(device, "link_bandwidth", None)
+            if not link:
+                raise ConfigError(
+                    "--device", device.name, f"has no link, but {op.name} sends {op.comm_bytes:.0f} bytes",
+                    "use --tp 1, or a device file with link_bandwidth",
+                )  # fmt: skip
+            seconds = curves.comm_overhead + op.comm_bytes / (curves.comm_link * link)
+            return seconds, f"{op.comm_bytes / 1e6:.2f} MB over {link / 1e9:.0f} GB/s"
+        seconds = curves.elementwise_overhead + op.bytes / (curves.elementwise_memory * bandwidth)
+        return seconds, f"{op.bytes / 1e6:.2f} MB over {bandwidth / 1e9:.0f} GB/s"
+
+
+def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float, str]:
+    """Attention over a mixed batch: decode rows are limited by KV reads, the others by pairs."""
+    peak, bandwidth = peak_flops(device, op.dtype), device.memory_bandwidth
+    pairs = sum(visible_pairs(r.queries, r.keys) for r in op.rows)
+    if not pairs:
+        return curves.attention_overhead, "no rows"
+    flops_a_pair = op.flops / pairs
+    keys = sum(r.keys for r in op.rows)
+    decode_keys = sum(r.keys for r in op.rows if r.queries == 1)
+    seconds = curves.attention_overhead
+    words = []
+    if decode_keys:
+        size = op.bytes * decode_keys / keys
+        share = on_curve(curves.attention_memory, size)
+        seconds += max(size / (share * bandwidth), flops_a_pair * decode_keys / peak)
+        words.append(f"{size / 1e6:.1f} MB of KV at {share:.0%} of {bandwidth / 1e9:.0f} GB/s")
+    for queries, total in _merged(op):
+        if queries == 1:
+            continue
+        pairs = visible_pairs(queries, total)
+        share = on_curve(curves.attention_compute, math.sqrt(2 * pairs))
+        rows = sum(1 for r in op.rows if r == (queries, total))
+        seconds += rows * flops_a_pair * pairs / (share * peak)
+        words.append(f"{rows} x {queries} queries on {total} keys at {share:.0%} of peak")
+    return seconds, "; ".join(words[:3])
+
+
+def _merged(op: Op) -> list[tuple[int, int]]:
+    return sorted({(r.queries, r.keys) for r in op.rows})
+
+
+def curves_of(device: DeviceSpec) -> Curves | None:
+    """The curves of the device file, None when it has none; ConfigError when they are malformed."""
+    given: Mapping[str, Any] | None = getattr(device, "efficiency", None)
+    if not given:
+        return None
+    key = id(given)
+    cached = _curves.get(key)
+    if cached is not None and cached[0] is given:
+        return cached[1]
+    try:
+        curves = Curves.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            "--device", device.name, f"efficiency.{where}: {first['msg'].lower()}", "repair the device file"
+        ) from None
+    _curves[key] = (given, curves)
+    return curves
+
+
+_curves: dict[int, tuple[Mapping[str, Any], Curves]] = {}
+
+
+def on_curve(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Efficiency at `x`, interpolated in log2(x); 1 for an empty table."""
+    if not points:
+        return 1.0
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x <= x1:
+            return y0 + (y1 - y0) * math.log2(x / x0) / math.log2(x1 / x0)
+    return points[-1][1]
+
+
+def peak_flops(device: DeviceSpec, dtype: str) -> float:
+    """Peak FLOP/s for `dtype`, or for the format its kernels compute in."""
+    peaks = device.peak_flops
+    found = pick(peaks, dtype)
+    if found is None:
+        found = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
+    return float(found)
+
+
+def pick(table: Mapping[str, Any], dtype: str) -> Any:
+    """Entry of `dtype` or of the format that runs at the same rate, else None."""
+    if dtype in table:
+        return table[dtype]
+    return table.get(_FALLBACK.get(dtype, ""))
+
+
+def _soft_max(a: float, b: float, power: float) -> float:
+    top = max(a, b)
+    if top <= 0 or math.isinf(power):
+        return top
+    return top * (1 + (min(a, b) / top) ** power) ** (1 / power)
+
+
+def _bound(op: Op, peak: float, bandwidth: float) -> str:
+    side = "compute" if op.flops / peak > op.bytes / bandwidth else "memory"
+    return f"{side}-bound: {op.flops / 1e9:.2f} GFLOP, {op.bytes / 1e6:.2f} MB"

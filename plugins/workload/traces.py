@@ -1,0 +1,201 @@
+"""Production traces: arrival time, prompt length, answer length, and shared prefixes where recorded.
+
+Invariants
+* The file's order and times are kept; `--rate` replaces the times, `--requests` takes the first rows.
+* A damaged row is an error that names the file, the row and the field; no row is skipped in silence.
+* Rows with no prompt or no answer (cancelled requests) cannot be asked for: they count as one token.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, overload
+
+from twinfer.core.errors import ConfigError
+from twinfer.core.workload import Draft, Setting, Workload
+from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
+
+
+class AzureTrace(PoissonArrivals):
+    name = "azure"
+    summary = "Azure LLM inference trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
+    reference = "Patel et al., Splitwise, ISCA 2024; github.com/Azure/AzurePublicDataset"
+
+    COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+    @classmethod
+    def accepts(cls, workload: Workload) -> bool:
+        return workload.trace is not None and workload.trace.endswith(".csv")
+
+    def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
+        path = open_trace(workload)
+        drafts: list[Draft] = []
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            header = reader.fieldnames or []
+            missing = [c for c in self.COLUMNS if c not in header]
+            if missing:
+                raise ConfigError(
+                    "--trace", workload.trace, f"column {missing[0]} is missing (it has: {', '.join(header) or 'none'})",
+                    f"give a CSV with the columns {', '.join(self.COLUMNS)}",
+                )  # fmt: skip
+            for number, row in enumerate(reader):
+                if number == workload.num_requests:
+                    break
+                where = f"row {number + 2}"
+                num_in = _count(workload, where, "ContextTokens", row["ContextTokens"])
+                num_out = _count(workload, where, "GeneratedTokens", row["GeneratedTokens"])
+                when = _seconds(workload, where, row["TIMESTAMP"])
+                drafts.append(Draft(_tokens(number, workload.seed, num_in, setting.vocab_size), num_out, when))
+        return _nonempty(workload, drafts)
+
+
+class MooncakeTrace(PoissonArrivals):
+    name = "mooncake"
+    summary = "Mooncake trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
+    reference = "Qin et al., Mooncake, FAST 2025 (arXiv:2407.00079)"
+
+    BLOCK = 512  # tokens that one hash id stands for
+
+    @classmethod
+    def accepts(cls, workload: Workload) -> bool:
+        if workload.trace is None or not workload.trace.endswith(".jsonl"):
+            return False
+        first = next(iter(json_lines(workload)), (0, {}))[1]
+        return "input_length" in first
+
+    def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
+        drafts: list[Draft] = []
+        for number, row in json_lines(workload):
+            if len(drafts) == workload.num_requests:
+                break
+            where = f"line {number}"
+            for field in ("timestamp", "input_length", "output_length"):
+                if field not in row:
+                    raise ConfigError(
+                        "--trace", workload.trace, f"{where} has no {field!r}",
+                        "each line needs timestamp (ms), input_length and output_length",
+                    )  # fmt: skip
+            num_in = _count(workload, where, "input_length", row["input_length"])
+            num_out = _count(workload, where, "output_length", row["output_length"])
+            try:
+                when = float(row["timestamp"]) / 1000
+                ids = tuple(int(i) for i in row.get("hash_ids", ()))
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    "--trace", workload.trace, f"{where}: timestamp or hash_ids is not a number", "repair that line"
+                ) from None
+            if len(ids) * self.BLOCK >= num_in:
+                prompt: Sequence[int] = BlockPrompt(ids, num_in, workload.seed, setting.vocab_size, self.BLOCK)
+            else:
+                # Without ids the prompt is its own; numbers above all ids keep it apart from them.
+                prompt = _tokens((1 << 24) + number, workload.seed, num_in, setting.vocab_size)
+            drafts.append(Draft(prompt, num_out, when))
+        return _nonempty(workload, drafts)
+
+
+class BlockPrompt(Sequence[int]):
+    """A prompt made of named blocks: equal ids give equal tokens. Tokens are made when sliced.
+
+    A slice is a list; the whole prompt of a long trace is never held in memory.
+    """
+
+    __slots__ = ("block", "ids", "length", "seed", "vocab_size")
+
+    def __init__(self, ids: tuple[int, ...], length: int, seed: int, vocab_size: int, block: int) -> None:
+        self.ids, self.length, self.seed, self.vocab_size, self.block = ids, length, seed, vocab_size, block
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[int]: ...
+    def __getitem__(self, key: int | slice) -> int | list[int]:
+        if isinstance(key, slice):
+            start, stop, step = key.indices(self.length)
+            if step != 1:
+                return [self[i] for i in range(start, stop, step)]
+            tokens: list[int] = []
+            while start < stop:
+                block, offset = divmod(start, self.block)
+                take = min(self.block - offset, stop - start)
+                tokens.extend(self._block(block)[offset : offset + take])
+                start += take
+            return tokens
+        if key < 0:
+            key += self.length
+        if not 0 <= key < self.length:
+            raise IndexError(key)
+        return self._block(key // self.block)[key % self.block]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(other) == self.length and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _block(self, index: int) -> Sequence[int]:
+        return _tokens(self.ids[index], self.seed, self.block, self.vocab_size)
+
+
+def open_trace(workload: Workload) -> Path:
+    """The trace's path; a missing or unreadable file is a ConfigError."""
+    path = Path(workload.trace or "")
+    if not workload.trace or not path.is_file():
+        raise ConfigError("--trace", workload.trace, "no such file", "give the path of a trace file")
+    return path
+
+
+def json_lines(workload: Workload) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every non-empty line."""
+    path = open_trace(workload)
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ConfigError(
+                        "--trace", workload.trace, f"line {number} is not JSON ({error.msg})", "repair that line"
+                    ) from None
+                if not isinstance(row, dict):
+                    raise ConfigError(
+                        "--trace", workload.trace, f"line {number} is not a JSON object", "write one object per line"
+                    )
+                yield number, row
+    except UnicodeDecodeError:
+        raise ConfigError("--trace", workload.trace, "not a UTF-8 text file", "give a CSV or JSONL file") from None
+
+
+def _nonempty(workload: Workload, drafts: list[Draft]) -> list[Draft]:
+    if not drafts:
+        raise ConfigError("--trace", workload.trace, "holds no requests", "give a file with at least one row")
+    return drafts
+
+
+def _count(workload: Workload, where: str, field: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        raise ConfigError(
+            "--trace", workload.trace, f"{where}: {field}={value!r} is not a count of tokens", "repair that row"
+        )
+    return max(1, number)
+
+
+def _seconds(workload: Workload, where: str, value: Any) -> float:
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError:
+        raise ConfigError(
+            "--trace", workload.trace, f"{where}: TIMESTAMP={value!r} is not a date and time", "repair that row"
+        ) from None

@@ -1,0 +1,74 @@
+"""The chain of op-time models: asks them in order, remembers answers, and says how each was found.
+
+Invariants
+* The first model that answers is used; when none does, the error names the op and what to add.
+* An answer that is negative or not a number is the model's fault and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from twinfer.core.config import Choice
+from twinfer.core.errors import ConfigError
+from twinfer.core.op_time import OpTime, OpTimeModel, host_op
+from twinfer.core.work import Op
+
+if TYPE_CHECKING:
+    from twinfer.core.device import DeviceSpec
+    from twinfer.core.registry import Registry
+
+DEFAULT_MODELS = ("calibrated", "roofline")
+
+
+class OpTimeChain:
+    """Asks models in order, remembers answers, and can say how each was found."""
+
+    def __init__(self, models: Sequence[OpTimeModel], device: DeviceSpec) -> None:
+        self.models = tuple(models)
+        self.device = device
+        self._known: dict[Op, OpTime] = {}
+
+    def time(self, op: Op) -> OpTime:
+        """The first answer of the chain; ConfigError when no model has one."""
+        known = self._known.get(op)
+        if known is not None:
+            return known
+        for model in self.models:
+            answer = model.time(op, self.device)
+            if answer is not None:
+                if not (answer.seconds >= 0 and answer.sigma >= 0):  # also catches nan
+                    raise ConfigError(
+                        "--op-time", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
+                        "report this to the author of the op-time model",
+                    )  # fmt: skip
+                self._known[op] = answer
+                return answer
+        names = ", ".join(m.name for m in self.models) or "none"
+        raise ConfigError(
+            "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",
+            "add roofline, or give the device file the missing numbers",
+        )  # fmt: skip
+
+    def explain(self, op: Op) -> list[str]:
+        """One line per model: its answer, or that it passed; the first answer is the one used."""
+        lines = []
+        for model in self.models:
+            answer = model.time(op, self.device)
+            if answer is None:
+                lines.append(f"{model.name}: cannot say")
+                continue
+            us, spread = answer.seconds * 1e6, answer.sigma * 1e6
+            lines.append(f"{model.name}: {us:.1f} us +- {spread:.1f} us, {answer.source}; {answer.detail}")
+        return lines
+
+
+def build_chain(names: Sequence[str], device: DeviceSpec, registry: Registry) -> OpTimeChain:
+    """The chain of op-time plugins `names` (with options, `name:option=value`), by default
+    calibrated, then roofline."""
+    models = [registry.build("op_time_model", Choice.model_validate(name)) for name in names or DEFAULT_MODELS]
+    return OpTimeChain(models, device)
+
+
+__all__ = ["DEFAULT_MODELS", "OpTime", "OpTimeChain", "OpTimeModel", "build_chain", "host_op"]
