@@ -33,7 +33,7 @@ HOUSE = ("core", "plugins", "kernels", "simulator", "dashboard", "cli")
 
 
 def tracked(root: Path) -> list[str]:
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
     return sorted(name for name in names if name and (root / name).is_file())
 

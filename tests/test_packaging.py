@@ -18,7 +18,7 @@ TOP_FILES = ("__init__.py", "py.typed")
 
 def checkout_files(root: Path) -> list[str]:
     """Files of the working tree that git knows or would add, as paths below the root."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
     return sorted(name for name in names if name and (root / name).is_file())
 
