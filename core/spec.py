@@ -11,15 +11,20 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from twinfer.core.errors import ModelError
+from twinfer.core.dtypes import canonical_dtype, dtype_bits, dtype_bytes
+from twinfer.core.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Mixture of experts: `num_experts` routed, `top_k` active, `num_shared` always on."""
+    """Mixture of experts: `num_experts` routed, `top_k` active, `num_shared` always on.
+
+    `intermediate_size`: of one routed expert; `shared_intermediate_size`: of one shared expert (0: the same).
+    `bias`: experts and router have biases (GPT-OSS).  `score_bias`: one more value per expert (DeepSeek-V3).
+    """
 
     num_experts: int
     top_k: int
@@ -27,6 +32,13 @@ class MoESpec:
     num_shared: int = 0
     shared_intermediate_size: int = 0
     first_dense_layers: int = 0
+    bias: bool = False
+    score_bias: bool = False
+
+    def experts_touched(self, tokens: int) -> float:
+        """Expected number of experts that at least one of `tokens` is routed to, routing uniform."""
+        idle = 1.0 - self.top_k / self.num_experts
+        return self.num_experts * (1.0 - idle**tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +56,16 @@ class MLASpec:
 class ModelSpec:
     """Shapes of a decoder-only transformer.
 
-    `layer_windows`: sliding window of each layer, None for full attention; empty means all full.
-    `weight_bits`: average stored bits per weight of the block linears (16 for fp16, 4.5 for int4 g32, ...).
-    `other_weight_bits`: bits of embeddings, head and norms, which quantizers usually leave alone.
+    head_dim: of queries and keys; value_dim: of values, 0 for the same.
+    layer_windows: sliding window of each layer, None for full attention; empty means all full.
+    query_scale: what query-key products are multiplied by, None for head_dim ** -0.5.
+    norm_plus_one: norms multiply by 1 + weight (Hugging Face layout; GGUF files store 1 + weight).
+    dtype: of activations, embeddings, head and norms, and of linears unless `weight_bits` says otherwise.
+    weight_bits: stored bits per weight of the block linears, scales included (4.25 for int4 with fp16 scales
+    per 128), None for `dtype`.  other_weight_bits: the same of embeddings, head and norms, which quantizers
+    usually leave alone.
+    linear_dtype: what the block linears compute in, "" for `dtype` (weight-only formats compute in `dtype`).
+    kv_scale_bytes: bytes of scales that the KV format stores per token, KV head and K or V vector.
     """
 
     name: str
@@ -59,6 +78,7 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     max_context: int
+    value_dim: int = 0
     tie_embeddings: bool = False
     attention_bias: bool = False
     attention_out_bias: bool = False
@@ -75,6 +95,7 @@ class ModelSpec:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     query_scale: float | None = None
+    attention_sinks: bool = False
     embed_scale: float = 1.0
     norms_per_layer: int = 2
     norm_plus_one: bool = False
@@ -84,6 +105,8 @@ class ModelSpec:
     kv_dtype: str = "float16"
     weight_bits: float | None = None
     other_weight_bits: float | None = None
+    linear_dtype: str = ""
+    kv_scale_bytes: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     attention: str = ""
@@ -111,31 +134,55 @@ class ModelSpec:
             return "mha"
         return "mqa" if self.num_kv_heads == 1 else "gqa"
 
+    @property
+    def v_dim(self) -> int:
+        """Width of one value head."""
+        return self.value_dim or self.head_dim
+
+    def with_dtypes(self, dtype: str = "auto", kv_dtype: str = "auto") -> ModelSpec:
+        """The spec in other formats; "auto" keeps what is there. KV follows `dtype` unless it was set apart."""
+        new = self.dtype if dtype == "auto" else canonical_dtype(dtype, "dtype")
+        if dtype_bits(new) < 16:
+            raise ConfigError("dtype", dtype, "activations need at least 16 bits",
+                              "use float32, bfloat16 or float16, and --quant for narrower weights")  # fmt: skip
+        if kv_dtype == "auto":
+            kv = new if self.kv_dtype == self.dtype else self.kv_dtype
+            return replace(self, dtype=new, kv_dtype=kv)
+        kv = canonical_dtype(kv_dtype, "kv_dtype")
+        return replace(self, dtype=new, kv_dtype=kv, kv_scale_bytes=self.kv_scale_bytes if kv == self.kv_dtype else 0.0)
+
     # --- KV cache -------------------------------------------------------------------------------
 
     @property
     def kv_values_per_token_layer(self) -> int:
-        """Elements one token adds to the KV cache of one layer."""
+        """Elements one token adds to the KV cache of one layer (all KV heads, K and V)."""
         if self.mla is not None:
             return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * (self.head_dim + self.v_dim)
+
+    def kv_heads_per_rank(self, tp: int = 1) -> int:
+        """KV heads of one of `tp` ranks: split, then replicated once ranks outnumber them; MLA's latent counts as one."""
+        return 1 if self.mla is not None else max(1, -(-self.num_kv_heads // tp))
+
+    def kv_bytes_per_token_layer(self, kv_dtype: str | None = None, tp: int = 1) -> float:
+        """Bytes one token adds to the KV cache of one layer on one rank, scales of the KV format included.
+
+        Independent of the number of query heads, linear in the KV heads of the rank.
+        """
+        kv = kv_dtype or self.kv_dtype
+        scale = self.kv_scale_bytes if kv == self.kv_dtype else 0.0
+        if self.mla is not None:
+            return self.kv_values_per_token_layer * dtype_bytes(kv) + scale
+        return self.kv_heads_per_rank(tp) * ((self.head_dim + self.v_dim) * dtype_bytes(kv) + 2 * scale)
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None, tp: int = 1) -> float:
-        """Bytes one token adds to the KV cache of one rank.
-
-        KV heads are split over ranks and replicated once `tp` exceeds them; MLA's latent is replicated.
-        """
-        from twinfer.core.work import dtype_bytes
-
-        per_layer = self.kv_values_per_token_layer
-        if self.mla is None:
-            per_layer = 2 * self.head_dim * max(1, -(-self.num_kv_heads // tp))
-        return per_layer * self.num_layers * dtype_bytes(kv_dtype or self.kv_dtype)
+        """Bytes one token adds to the KV cache of one rank, all layers."""
+        return self.num_layers * self.kv_bytes_per_token_layer(kv_dtype, tp)
 
     # --- parameters -----------------------------------------------------------------------------
 
     def attention_params(self) -> int:
-        """Weights of one layer's attention projections."""
+        """Weights of one layer's attention, its own norms included."""
         h = self.hidden_size
         if self.mla is not None:
             m = self.mla
@@ -146,31 +193,37 @@ class ModelSpec:
             kv = h * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
             kv += m.kv_lora_rank * self.num_heads * (m.qk_nope_head_dim + m.v_head_dim)
             return q + kv + self.num_heads * m.v_head_dim * h
-        q_width = self.num_heads * self.head_dim
-        kv_width = self.num_kv_heads * self.head_dim
-        n = h * (q_width + 2 * kv_width) + q_width * h
+        qkv_width = self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.v_dim)
+        n = h * qkv_width + self.num_heads * self.v_dim * h
         if self.attention_bias:
-            n += q_width + 2 * kv_width
+            n += qkv_width
         if self.attention_out_bias:
             n += h
         if self.qk_norm:
             n += 2 * self.head_dim
+        if self.attention_sinks:
+            n += self.num_heads
         return n
+
+    def is_moe(self, layer: int) -> bool:
+        return self.moe is not None and layer >= self.moe.first_dense_layers
 
     def mlp_params(self, layer: int, active: bool = False) -> int:
         """Weights of one layer's MLP; with `active`, only those one token passes through."""
         matrices = 3 if self.gated_mlp else 2
-        if self.moe is not None and layer >= self.moe.first_dense_layers:
+        h = self.hidden_size
+        if self.moe is not None and self.is_moe(layer):
             m = self.moe
-            experts = m.top_k if active else m.num_experts
-            shared = m.num_shared * (m.shared_intermediate_size or m.intermediate_size)
-            router = self.hidden_size * m.num_experts
-            return matrices * self.hidden_size * (experts * m.intermediate_size + shared) + router
-        bias = (matrices - 1) * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
-        return matrices * self.hidden_size * self.intermediate_size + bias
+            expert = matrices * h * m.intermediate_size
+            expert += (matrices - 1) * m.intermediate_size + h if m.bias else 0
+            shared = matrices * h * m.num_shared * (m.shared_intermediate_size or m.intermediate_size)
+            router = m.num_experts * (h + m.bias + m.score_bias)
+            return (m.top_k if active else m.num_experts) * expert + shared + router
+        bias = (matrices - 1) * self.intermediate_size + h if self.mlp_bias else 0
+        return matrices * h * self.intermediate_size + bias
 
     def block_params(self, active: bool = False) -> int:
-        """Weights of all layers' linears (what quantizers act on)."""
+        """Weights of all layers (what quantizers act on; layer norms count in `other_params`)."""
         return sum(self.attention_params() + self.mlp_params(i, active) for i in range(self.num_layers))
 
     def other_params(self) -> int:
@@ -180,14 +233,41 @@ class ModelSpec:
         return tables * self.vocab_size * self.hidden_size + norms
 
     def num_params(self, active: bool = False) -> int:
+        """All weights; with `active`, those that one token passes through (embedding table included)."""
         return self.block_params(active) + self.other_params()
 
-    def weight_bytes(self) -> float:
-        """Bytes of all weights as stored on the device."""
-        from twinfer.core.work import dtype_bytes
+    @property
+    def block_bits(self) -> float:
+        """Stored bits per weight of the block linears."""
+        return dtype_bits(self.dtype) if self.weight_bits is None else self.weight_bits
 
-        full = 8 * dtype_bytes(self.dtype)
-        return (
-            self.block_params() * (full if self.weight_bits is None else self.weight_bits)
-            + self.other_params() * (full if self.other_weight_bits is None else self.other_weight_bits)
-        ) / 8
+    @property
+    def other_bits(self) -> float:
+        """Stored bits per weight of embeddings, head and norms."""
+        return dtype_bits(self.dtype) if self.other_weight_bits is None else self.other_weight_bits
+
+    def replicated_params(self) -> int:
+        """Block weights that every tensor-parallel rank holds whole: routers and MLA's down projections."""
+        n = 0
+        if self.mla is not None:
+            m = self.mla
+            down = self.hidden_size * (m.kv_lora_rank + m.qk_rope_head_dim + (m.q_lora_rank or 0)) + m.kv_lora_rank
+            n += self.num_layers * down
+        if self.moe is not None:
+            n += (self.num_layers - self.moe.first_dense_layers) * self.hidden_size * self.moe.num_experts
+        return n
+
+    def rank_block_params(self, tp: int = 1) -> float:
+        """Block weights held by one of `tp` ranks; KV projections are replicated once ranks outnumber KV heads."""
+        whole = self.replicated_params()
+        kv_copies = 0.0
+        if self.mla is None:
+            kv = self.num_layers * self.hidden_size * (self.head_dim + self.v_dim)
+            kv_copies = kv * (self.kv_heads_per_rank(tp) - self.num_kv_heads / tp)
+        return (self.block_params() - whole) / tp + whole + kv_copies
+
+    def weight_bytes(self, tp: int = 1) -> float:
+        """Bytes of the weights one of `tp` ranks stores; embeddings and head are split by vocabulary."""
+        norms = (self.num_layers * self.norms_per_layer + 1) * self.hidden_size
+        others = (self.other_params() - norms) / tp + norms
+        return (self.rank_block_params(tp) * self.block_bits + others * self.other_bits) / 8

@@ -8,26 +8,34 @@ Counting rules
   sees c keys is 2*c*(qk_dim + v_dim) per head.
 * Bytes: weights once per op, activations in and out once, KV read once per KV head and written once.
 * `count` identical layers are one `Op`; all numbers are per launch, so totals multiply by `count`.
-* tensor parallelism: numbers are per rank; `comm_bytes` is the message a rank sends.
+* tensor parallelism: numbers are per rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from twinfer.core.dtypes import BYTES, dtype_bytes
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.spec import ModelSpec
+
+__all__ = [
+    "BYTES", "Op", "RowShape", "StepShape", "dtype_bytes", "keys_read", "scaled", "step_ops", "total", "visible_pairs",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One kernel-sized piece of work on one rank.
 
-    kind: gemm | attention | elementwise | gather | comm.
-    shape: gemm (m, n, k); attention: see `rows`; elementwise (tokens, width).
+    kind: gemm | grouped_gemm | attention | elementwise | gather | comm.
+    shape: gemm (m, n, k); grouped_gemm (m over all groups, n, k, groups used); attention (query heads, KV heads,
+    qk width, v width, window or 0) and `rows`; elementwise and gather (rows, width); comm (ranks,).
+    dtype: what the op computes in.
     rows: for attention, (queries, keys at the end) per row.
+    comm_bytes: size of the message of a collective (an all-reduced tensor, the local part of a gather).
     """
 
     name: str
@@ -114,16 +122,6 @@ def keys_read(queries: int, keys: int, window: int | None = None) -> int:
     return keys if window is None else min(keys, window + queries - 1)
 
 
-BYTES = {
-    "float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "int4": 0.5,
-}  # fmt: skip
-
-
-def dtype_bytes(dtype: str) -> float:
-    """Bytes per element; `int4` is half a byte, scales are counted by the quantizer that adds them."""
-    return BYTES[dtype]
-
-
 def step_ops(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
     """The ops of one forward pass over `shape` on one of `tp` ranks."""
     from twinfer.core.layer_ops import ops_of_model  # kept apart: one concept a file
@@ -139,6 +137,3 @@ def total(ops: Iterable[Op], what: str) -> float:
 def scaled(op: Op, **changes: float) -> Op:
     """`op` with some fields replaced; for `Technique.adapt_ops`."""
     return replace(op, **changes)  # type: ignore[arg-type]
-
-
-__all__ = ["Op", "RowShape", "StepShape", "Sequence", "dtype_bytes", "step_ops", "total", "visible_pairs"]

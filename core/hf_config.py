@@ -1,0 +1,243 @@
+"""A Hugging Face `config.json` as a `ModelSpec`.
+
+Invariants
+* An architecture that is not in `FAMILIES` is refused, naming it and the known ones: a guess would give wrong numbers.
+* A missing field falls back only to what Hugging Face's own configuration class uses; else it is a ModelError.
+* Both spellings are read: `torch_dtype`/`rope_theta` (transformers 4) and `dtype`/`rope_parameters` (transformers 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinfer.core.dtypes import BYTES, canonical_dtype
+from twinfer.core.errors import ConfigError, ModelError
+from twinfer.core.spec import MLASpec, ModelSpec, MoESpec
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
+}  # fmt: skip
+"""model_type -> architecture class, as in config.json."""
+
+
+class _Config:
+    """Typed reads of a config; a value that is missing or of the wrong kind becomes one ModelError."""
+
+    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+        self.values, self.name = values, name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.name}: config.json lacks {key!r}; give the whole config.json of the model")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a whole number")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a number")
+        return float(value)
+
+
+def family_of(config: Mapping[str, Any], name: str) -> str:
+    """The key of `FAMILIES` that a config belongs to; ModelError when there is none."""
+    known = ", ".join(FAMILIES.values())
+    architectures = config.get("architectures") or []
+    model_type = config.get("model_type")
+    if not isinstance(architectures, list) or not (architectures or model_type):
+        raise ModelError(f"{name}: config.json names neither 'architectures' nor 'model_type'; known: {known}")
+    if not architectures:
+        if model_type in FAMILIES:
+            return str(model_type)
+        raise ModelError(f"{name}: model_type {model_type!r} is not known; known: {', '.join(FAMILIES)}")
+    for family, architecture in FAMILIES.items():
+        if architecture in architectures:
+            return family
+    raise ModelError(f"{name}: architecture {', '.join(map(str, architectures))} is not known; known: {known}")
+
+
+def spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """Shapes of the model that `config` (the content of a config.json) describes.
+
+    Raises ModelError for an unknown architecture, a missing field or a weight format that cannot be counted.
+    """
+    family = family_of(config, name)
+    c = _Config(config, name)
+    num_layers, hidden, heads = (c.count(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    theta, local_theta, scaling = _rope(c)
+    gemma = family in ("gemma2", "gemma3_text")
+    qwen2_bias = family == "qwen2"
+    bias = bool(c.get("attention_bias", False))
+    query_scalar = c.get("query_pre_attn_scalar") if gemma else None
+    mla = _mla(c) if family in ("deepseek_v2", "deepseek_v3") else None
+    dtype = _dtype(c)
+    moe = _moe(c, family)
+    block_bits, linear_dtype = _stored_format(c, moe)
+    eos = c.get("eos_token_id", [])
+    return ModelSpec(
+        name=name,
+        family=family,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=c.count("num_key_value_heads", heads),
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else c.count("head_dim", hidden // max(heads, 1)),
+        value_dim=mla.v_head_dim if mla else 0,
+        intermediate_size=c.count("intermediate_size"),
+        vocab_size=c.count("vocab_size"),
+        max_context=c.count("max_position_embeddings"),
+        tie_embeddings=bool(c.get("tie_word_embeddings", gemma)),
+        attention_bias=qwen2_bias or bias,
+        attention_out_bias=bias and not qwen2_bias,
+        mlp_bias=bool(c.get("mlp_bias", False)),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        hidden_act=str(c.get("hidden_activation") or c.get("hidden_act") or "silu"),
+        norm_eps=c.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_local_theta=local_theta if family == "gemma3_text" else None,
+        rope_scaling=scaling,
+        partial_rotary=c.number("partial_rotary_factor", 1.0),
+        layer_windows=_windows(c, family, num_layers),
+        attn_softcap=c.get("attn_logit_softcapping"),
+        logit_softcap=c.get("final_logit_softcapping"),
+        query_scale=None if query_scalar is None else float(query_scalar) ** -0.5,
+        attention_sinks=family == "gpt_oss",
+        embed_scale=hidden**0.5 if gemma else 1.0,
+        norms_per_layer=4 if gemma else 2,
+        norm_plus_one=gemma,
+        moe=moe,
+        mla=mla,
+        dtype=dtype,
+        kv_dtype=dtype,
+        weight_bits=block_bits,
+        linear_dtype=linear_dtype,
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        bos_token_id=c.get("bos_token_id"),
+    )
+
+
+def _dtype(c: _Config) -> str:
+    given = str(c.get("dtype") or c.get("torch_dtype") or "float32")
+    try:
+        return canonical_dtype(given)
+    except ConfigError:
+        raise ModelError(f"{c.name}: config.json has dtype {given!r}; known: {', '.join(BYTES)}") from None
+
+
+def _rope(c: _Config) -> tuple[float, float | None, Mapping[str, Any] | None]:
+    """Base, base of sliding layers, scaling (None for plain rotary)."""
+    theta, local = c.number("rope_theta", 10000.0), c.number("rope_local_base_freq", 10000.0)
+    scaling = c.get("rope_scaling")
+    new = c.get("rope_parameters")
+    if isinstance(new, Mapping):
+        if isinstance(new.get("sliding_attention"), Mapping):
+            local = float(new["sliding_attention"].get("rope_theta", local))
+        nested = new.get("full_attention")
+        params = dict(nested if isinstance(nested, Mapping) else new)
+        theta = float(params.pop("rope_theta", theta))
+        scaling = params
+    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        scaling = None
+    return theta, local, dict(scaling) if scaling else None
+
+
+def _windows(c: _Config, family: str, num_layers: int) -> tuple[int | None, ...]:
+    window = c.get("sliding_window")
+    if window is None or (family.startswith("qwen") and not c.get("use_sliding_window", False)):
+        return ()
+    types = c.get("layer_types")
+    if types is not None:
+        if len(types) != num_layers:
+            raise ModelError(f"{c.name}: config.json has {len(types)} layer_types for {num_layers} layers")
+        slides = [t == "sliding_attention" for t in types]
+    elif family in ("gemma2", "gpt_oss"):
+        slides = [i % 2 == 0 for i in range(num_layers)]
+    elif family == "gemma3_text":
+        pattern = c.count("sliding_window_pattern", 6)
+        slides = [(i + 1) % pattern != 0 for i in range(num_layers)]
+    elif family.startswith("qwen"):
+        slides = [i >= c.count("max_window_layers", num_layers) for i in range(num_layers)]
+    else:
+        slides = [True] * num_layers
+    if not any(slides):
+        return ()
+    size = c.count("sliding_window")
+    return tuple(size if s else None for s in slides)
+
+
+def _mla(c: _Config) -> MLASpec:
+    return MLASpec(
+        kv_lora_rank=c.count("kv_lora_rank"),
+        q_lora_rank=c.get("q_lora_rank"),
+        qk_nope_head_dim=c.count("qk_nope_head_dim"),
+        qk_rope_head_dim=c.count("qk_rope_head_dim"),
+        v_head_dim=c.count("v_head_dim"),
+    )
+
+
+def _moe(c: _Config, family: str) -> MoESpec | None:
+    if family in ("mixtral", "gpt_oss"):
+        return MoESpec(
+            num_experts=c.count("num_local_experts"),
+            top_k=c.count("num_experts_per_tok"),
+            intermediate_size=c.count("intermediate_size"),
+            bias=family == "gpt_oss",
+        )
+    if family == "qwen3_moe":
+        if c.get("decoder_sparse_step", 1) != 1 or c.get("mlp_only_layers", []):
+            raise ModelError(f"{c.name}: dense layers between MoE layers are not supported; mlp_only_layers must be []")
+        return MoESpec(
+            num_experts=c.count("num_experts"),
+            top_k=c.count("num_experts_per_tok"),
+            intermediate_size=c.count("moe_intermediate_size"),
+        )
+    if family in ("deepseek_v2", "deepseek_v3") and c.get("n_routed_experts"):
+        if c.get("moe_layer_freq", 1) != 1:
+            raise ModelError(f"{c.name}: moe_layer_freq={c.get('moe_layer_freq')} is not supported; it must be 1")
+        return MoESpec(
+            num_experts=c.count("n_routed_experts"),
+            top_k=c.count("num_experts_per_tok"),
+            intermediate_size=c.count("moe_intermediate_size"),
+            num_shared=c.get("n_shared_experts") or 0,
+            first_dense_layers=c.count("first_k_dense_replace", 0),
+            score_bias=family == "deepseek_v3",
+        )
+    return None
+
+
+def _stored_format(c: _Config, moe: MoESpec | None) -> tuple[float | None, str]:
+    """(bits per block weight with scales, what the linears compute in) of a quantized checkpoint."""
+    q = c.get("quantization_config")
+    if q is None:
+        return None, ""
+    method = q.get("quant_method") if isinstance(q, Mapping) else None
+    if method == "fp8":
+        block = q.get("weight_block_size")
+        return (8 + 32 / (block[0] * block[1]) if block else 8.0), "fp8"
+    if method in ("gptq", "awq"):
+        bits, group = int(q.get("bits", 4)), int(q.get("group_size", 128))
+        # one fp16 scale and one packed zero point per group; group -1 is one group per output channel
+        return bits + ((16 + bits) / group if group > 0 else 0.0), ""
+    if method == "mxfp4" and moe is not None:
+        return _experts_in_mxfp4(c, moe), ""
+    raise ModelError(f"{c.name}: weights stored as {method!r} are not known; known: fp8, gptq, awq, mxfp4 (experts)")
+
+
+def _experts_in_mxfp4(c: _Config, moe: MoESpec) -> float:
+    """Average bits of the block weights when expert matrices are MXFP4 (17 bytes per 32) and the rest 16 bit."""
+    hidden, heads = c.count("hidden_size"), c.count("num_attention_heads")
+    head_dim, kv_heads = c.count("head_dim", hidden // heads), c.count("num_key_value_heads", heads)
+    experts = moe.num_experts * 3 * hidden * moe.intermediate_size
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    rest = attention + moe.num_experts * (hidden + 1 + 2 * moe.intermediate_size + hidden)
+    return (experts * 8 * BYTES["mxfp4"] + rest * 16) / (experts + rest)
