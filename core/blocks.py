@@ -123,8 +123,13 @@ class BlockPool:
             node = self.node[twin]
             assert node is not None
             return node.id
-        node = Node(self.next_node, key)
-        self.next_node += 1
+        old = self.node[block]
+        if old is not None:  # hung below a parent that is gone: hang it here, its children stay below it
+            del self.index[old.key]
+            node = Node(old.id, key)
+        else:
+            node = Node(self.next_node, key)
+            self.next_node += 1
         self.index[key] = block
         self.node[block] = node
         return node.id

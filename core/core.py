@@ -165,6 +165,7 @@ class Core:
             seq = Sequence(request, index, number, seed, limit)
             if index and self.ledger.cache.copies_on_write:
                 seq.leader = samples[0]
+                seq.kv_load = None  # the leader loads, the others fork from it
             samples.append(seq)
             self.sequences[seq.id] = seq
             self.enqueue(seq)
@@ -203,15 +204,16 @@ class Core:
             raise ProtocolError(f"step {step}: {len(result.rows)} results for {len(plan.rows)} rows")
         for row, res in zip(plan.rows, result.rows, strict=True):
             seq = self.sequences.get(row.seq)
-            # A sequence may have been aborted, or have ended at an earlier step, while this row ran.
-            if seq is not None and seq.status is Status.RUNNING:
+            if seq is None:  # aborted, or ended by an earlier step, while this row ran
+                continue
+            if seq.last_step == step:
+                seq.last_step = None
+            if seq.status is Status.RUNNING:
                 self._row_done(seq, row, res, step)
         self.ledger.pool.step_ended(step)
 
     def _row_done(self, seq: Sequence, row: Row, res: RowResult, step: int) -> None:
         seq.inflight -= len(row.tokens)
-        if seq.last_step == step:
-            seq.last_step = None
         sampled = seq.awaiting and seq.awaiting[0] == step
         if sampled:
             seq.awaiting.pop(0)

@@ -7,7 +7,7 @@ Invariants
 * The token of a row is a function of its own logits, its own history and (seed, position). Weights are
   64-bit integers, so sums are exact and no batch shape, thread count or neighbour can move a draw.
 * Ties are broken towards the smaller id everywhere: argmax, the edge of top_k and of top_p.
-* The draw is the inverse CDF, in id order, of one 53-bit uniform number made from (seed, position).
+* The draw is the inverse CDF, in id order, of one 53-bit uniform number made from (seed, position) (`core/seeds.py`).
 * `RowResult.logprobs` are of the raw logits: before penalties, temperature and filters.
 * Logits that hold no finite maximum make a failure of their own row and of no other.
 """
@@ -23,9 +23,8 @@ import torch
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import RowResult
 from twinfer.core.request import Request
+from twinfer.core.seeds import draw
 
-_MASK = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
 _WEIGHT_BITS = 44  # 2**44 per token; a vocabulary of 2**18 still sums below 2**63
 _HEAD = 1024  # top_p looks at this many largest tokens before it looks at the whole vocabulary
 
@@ -48,21 +47,6 @@ class SampleEntry:
     output_ids: Sequence[int]
     prompt_ids: Sequence[int]
     num_drafts: int = 0
-
-
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments.
-
-    The finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied to the seed and then to seed and position.
-    """
-    key = _mix((seed + _GAMMA) & _MASK)
-    return (_mix((key + (position + 1) * _GAMMA) & _MASK) >> 11) * 2.0**-53
 
 
 class Sampler:
@@ -222,7 +206,7 @@ def _draw(x: torch.Tensor, rows: Sequence[_Position]) -> torch.Tensor:
     if any(floor):
         weights.masked_fill_(weights.double() < _column(x, floor), 0)
     total = weights.sum(dim=-1, keepdim=True)
-    target = (_column(x, [uniform(row.seed, row.position) for row in rows]) * total.double()).long()
+    target = (_column(x, [draw(row.seed, row.position) for row in rows]) * total.double()).long()
     target = torch.minimum(target, total - 1)
     return torch.searchsorted(weights.cumsum(dim=-1), target, right=True)[:, 0]
 
