@@ -1,0 +1,294 @@
+"""The scenario: what the user asks for, as one validated value that lives in the URL.
+
+Invariants
+* `Scenario` is the only truth; widgets are seeded from it and write back to it (see `session.py`).
+* The URL holds the fields that differ from the defaults, and `v`, the version of this form.
+* A bad or unknown query parameter is dropped with a message; the rest of the link still works.
+* The baseline is part of the scenario, so a link shows the same deltas to everybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.errors import TwinferError
+from twinfer.core.registry import Registry
+from twinfer.core.workload import Workload, make_workload
+
+VERSION = "1"
+KINDS = ("scheduler", "kv_cache", "attention", "quantizer")  # technique kinds a scenario chooses from
+
+
+class Scenario(BaseModel):
+    """Model, device, techniques, limits and workload, flat so that each field is one query parameter.
+
+    num_kv_blocks, max_model_len: 0 means derived.  rate: requests/s, 0 means all at once.
+    base_*: the baseline that deltas refer to; 0 takes the scenario's own limit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = Field("smollm2-135m", min_length=1, max_length=300)
+    device: str = Field("auto", min_length=1, max_length=300)
+    scheduler: Choice = Choice(name="continuous")
+    kv_cache: Choice = Choice(name="paged")
+    attention: Choice | None = None
+    quantizer: Choice | None = None
+    max_num_seqs: int = Field(8, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(512, ge=1, le=1_000_000)
+    num_kv_blocks: int = Field(0, ge=0, le=100_000_000)
+    max_model_len: int = Field(1024, ge=0, le=10_000_000)
+    num_requests: int = Field(16, ge=1, le=100_000)
+    rate: float = Field(0.0, ge=0, le=1e6)
+    input_len: int = Field(96, ge=1, le=1_000_000)
+    output_len: int = Field(32, ge=1, le=1_000_000)
+    spread: float = Field(0.5, ge=0, le=1)
+    shared_prefix: int = Field(0, ge=0, le=1_000_000)
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    base_scheduler: Choice = Choice(name="static")
+    base_kv_cache: Choice = Choice(name="contiguous")
+    base_max_num_seqs: int = Field(0, ge=0, le=4096)
+    base_max_num_batched_tokens: int = Field(0, ge=0, le=1_000_000)
+
+    @field_validator("rate")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if not math.isfinite(value):
+            raise ValueError("must be finite; 0 means all at once")
+        return value
+
+    # --- what the engine and the simulator are given ------------------------------------------------
+
+    def config(self) -> EngineConfig:
+        """The engine's configuration. Raises ConfigError or ValidationError."""
+        return EngineConfig(
+            model=self.model,
+            device=self.device,
+            scheduler=self.scheduler,
+            kv_cache=self.kv_cache,
+            attention=self.attention,
+            quantizer=self.quantizer,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_kv_blocks=self.num_kv_blocks or None,
+            max_model_len=self.max_model_len or None,
+            seed=self.seed,
+        )
+
+    def workload(self) -> Workload:
+        """The requests to send. Raises ConfigError that names the option."""
+        return make_workload(
+            num_requests=self.num_requests,
+            rate=self.rate or math.inf,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            lengths="uniform" if self.spread else "fixed",
+            spread=self.spread,
+            shared_prefix=self.shared_prefix,
+            seed=self.seed,
+        )
+
+    def key(self) -> str:
+        """A short name of everything that decides a run's result (the baseline does not)."""
+        asked = {k: v for k, v in self.model_dump(mode="json").items() if not k.startswith("base_")}
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+    def line(self) -> str:
+        """The scenario in one line."""
+        lengths = f"{self.input_len}/{self.output_len} tokens" + (f" ±{self.spread:.0%}" if self.spread else "")
+        rate = f"{self.rate:g} req/s" if self.rate else "all at once"
+        device = "this machine" if self.device == "auto" else self.device
+        return f"{self.model} · {device} · {self.num_requests} requests, {lengths}, {rate} · up to {self.max_num_seqs} rows"
+
+    def techniques(self) -> str:
+        chosen = (self.scheduler, self.kv_cache, self.attention, self.quantizer)
+        return " + ".join(str(choice) for choice in chosen if choice is not None)
+
+    # --- the baseline -------------------------------------------------------------------------------
+
+    def baseline(self) -> Scenario:
+        """The same model and workload under the baseline's techniques and limits."""
+        return self.model_copy(
+            update={
+                "scheduler": self.base_scheduler,
+                "kv_cache": self.base_kv_cache,
+                "attention": None,
+                "quantizer": None,
+                "max_num_seqs": self.base_max_num_seqs or self.max_num_seqs,
+                "max_num_batched_tokens": self.base_max_num_batched_tokens or self.max_num_batched_tokens,
+            }
+        )
+
+    def pinned(self) -> Scenario:
+        """This scenario with its present techniques and limits as the baseline."""
+        return self.model_copy(
+            update={
+                "base_scheduler": self.scheduler,
+                "base_kv_cache": self.kv_cache,
+                "base_max_num_seqs": self.max_num_seqs,
+                "base_max_num_batched_tokens": self.max_num_batched_tokens,
+            }
+        )
+
+    # --- edits and the URL --------------------------------------------------------------------------
+
+    def edited(self, **changes: Any) -> Scenario:
+        """A copy with validated changes. Raises ValidationError."""
+        return Scenario.model_validate({**self.model_dump(), **changes})
+
+    def to_params(self) -> dict[str, str]:
+        """Query parameters: fields that differ from the defaults, as text."""
+        default = Scenario()
+        found = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                found[name] = f"{value:g}" if isinstance(value, float) else str(value)
+        return found
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, str]) -> tuple[Scenario, list[str]]:
+        """The scenario of a link, and one message for each parameter that could not be used."""
+        known = {k: v for k, v in params.items() if k in cls.model_fields}
+        problems: list[str] = []
+        while True:
+            try:
+                return cls.model_validate(known), problems
+            except ValidationError as error:
+                name = str(error.errors()[0]["loc"][0])
+                problems.append(f"{name}={known[name]!r} in the link was ignored: {error.errors()[0]['msg']}")
+            except TwinferError:  # a choice that does not parse names no field: find it
+                name = next((k for k, v in known.items() if not _parses(cls, k, v)), next(iter(known)))
+                problems.append(f"{name}={known[name]!r} in the link was ignored: write NAME:option=value")
+            del known[name]
+
+
+def _parses(cls: type[Scenario], name: str, value: str) -> bool:
+    try:
+        cls.model_validate({name: value})
+    except (TwinferError, ValidationError):
+        return False
+    return True
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "Chat": {"num_requests": 16, "input_len": 96, "output_len": 32, "spread": 0.5, "rate": 0.0, "shared_prefix": 0},
+    "Long prompts": {"num_requests": 8, "input_len": 384, "output_len": 16, "spread": 0.3, "rate": 0.0, "shared_prefix": 256},
+    "Batch": {"num_requests": 32, "input_len": 64, "output_len": 64, "spread": 0.0, "rate": 0.0, "shared_prefix": 0},
+}  # fmt: skip
+
+
+# --- technique combinations ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """The scenario with some of its techniques: the baseline, each alone, all together."""
+
+    label: str
+    scenario: Scenario
+    role: str  # baseline | alone | without | all
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One difference between the baseline and the scenario."""
+
+    label: str
+    changes: Mapping[str, Any]
+
+
+_LIMIT_NAMES = {"max_num_seqs": "rows", "max_num_batched_tokens": "tokens per step"}
+
+
+def switches(scenario: Scenario) -> list[Switch]:
+    """What distinguishes the scenario from its baseline, one technique or limit at a time."""
+    base = scenario.baseline()
+    found = []
+    for name in (*KINDS, *_LIMIT_NAMES):
+        value, old = getattr(scenario, name), getattr(base, name)
+        if value == old:
+            continue
+        if name in _LIMIT_NAMES:
+            found.append(Switch(f"{value} {_LIMIT_NAMES[name]}", {name: value}))
+        elif value is not None and (old is None or value.name != old.name):
+            found.append(Switch(str(value), {name: value}))
+        elif value is not None:
+            changed = {k: v for k, v in value.options.items() if old.options.get(k) != v}
+            label = ", ".join(f"{k}={_plain(v)}" for k, v in changed.items()) or f"{value.name} as shipped"
+            found.append(Switch(label, {name: value}))
+    return found
+
+
+def flags(scenario: Scenario, registry: Registry) -> list[Switch]:
+    """Each on/off option of the chosen techniques, turned the other way."""
+    found = []
+    for kind in KINDS:
+        choice: Choice | None = getattr(scenario, kind)
+        if choice is None:
+            continue
+        try:
+            options = registry.get(kind, choice.name).Options
+        except TwinferError:
+            continue
+        for name, info in options.model_fields.items():
+            if info.annotation is not bool:
+                continue
+            now = choice.options.get(name, info.default)
+            words = name.replace("_", " ")
+            rest = {k: v for k, v in choice.options.items() if k != name}
+            if (not now) != info.default:
+                rest[name] = not now
+            label = f"without {words}" if now else f"with {words}"
+            found.append(Switch(label, {kind: Choice(name=choice.name, options=rest)}))
+    return found
+
+
+def combinations(scenario: Scenario, registry: Registry | None = None, limit: int = 8) -> list[Combination]:
+    """Baseline, each technique alone on top of it, all of them, and all but each on/off option; no duplicates."""
+    parts = switches(scenario)
+    base = scenario.baseline()
+    found = [Combination(f"Baseline: {base.techniques()}", base, "baseline")]
+    if len(parts) > 1:
+        found += [
+            Combination(f"{part.label} alone", base.model_copy(update=dict(part.changes)), "alone") for part in parts
+        ]
+    if parts:
+        together = "All: " if len(parts) > 1 else ""
+        found.append(Combination(together + " + ".join(part.label for part in parts), scenario, "all"))
+    if registry is not None:
+        found += [
+            Combination(f"Yours, {flag.label}", scenario.model_copy(update=dict(flag.changes)), "without")
+            for flag in flags(scenario, registry)
+        ]
+    return _distinct(found)[:limit]
+
+
+def _distinct(found: Iterable[Combination]) -> list[Combination]:
+    seen: dict[str, Combination] = {}
+    for combination in found:
+        seen.setdefault(combination.scenario.key(), combination)
+    return list(seen.values())
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def interaction(base: float | None, alone: Iterable[float | None], together: float | None) -> float | None:
+    """Effect of all techniques beyond the product of their effects alone: together/base / prod(alone/base) - 1."""
+    product = 1.0
+    for value in alone:
+        if value is None or not base:
+            return None
+        product *= value / base
+    if together is None or not base or not product:
+        return None
+    return together / base / product - 1
