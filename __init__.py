@@ -32,16 +32,22 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from twinfer.core.config import Choice, EngineConfig
-    from twinfer.core.errors import TwinferError
-    from twinfer.core.hookspecs import hookimpl
-    from twinfer.core.params import SamplingParams
-    from twinfer.core.policy import Defer, View, Want
-    from twinfer.core.records import RunRecord
-    from twinfer.core.request import Request, Sequence
-    from twinfer.core.runtime.llm import LLM
-    from twinfer.core.technique import Needs, Options, Technique
-    from twinfer.simulator.run import simulate
+    from twinfer.core.config import Choice as Choice
+    from twinfer.core.config import EngineConfig as EngineConfig
+    from twinfer.core.errors import TwinferError as TwinferError
+    from twinfer.core.hookspecs import hookimpl as hookimpl
+    from twinfer.core.params import SamplingParams as SamplingParams
+    from twinfer.core.policy import Defer as Defer
+    from twinfer.core.policy import View as View
+    from twinfer.core.policy import Want as Want
+    from twinfer.core.records import RunRecord as RunRecord
+    from twinfer.core.request import Request as Request
+    from twinfer.core.request import Sequence as Sequence
+    from twinfer.core.runtime.llm import LLM as LLM
+    from twinfer.core.technique import Needs as Needs
+    from twinfer.core.technique import Options as Options
+    from twinfer.core.technique import Technique as Technique
+    from twinfer.simulator.run import simulate as simulate
 
 
 def __getattr__(name: str) -> Any:

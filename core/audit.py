@@ -40,7 +40,9 @@ def audit_core(core: Core) -> list[str]:
         if seq.status is Status.RUNNING:
             if seq.inflight != fed.get(seq.id, 0):
                 wrong.append(f"{seq.id}: inflight {seq.inflight}, outstanding rows feed {fed.get(seq.id, 0)}")
-            if (seq.last_step is None) != (seq.id not in steps) or (seq.id in steps and seq.last_step != steps[seq.id][-1]):
+            if (seq.last_step is None) != (seq.id not in steps) or (
+                seq.id in steps and seq.last_step != steps[seq.id][-1]
+            ):
                 wrong.append(f"{seq.id}: last_step {seq.last_step}, outstanding rows in {steps.get(seq.id)}")
             if not set(seq.awaiting) <= set(steps.get(seq.id, ())):
                 wrong.append(f"{seq.id}: awaits {seq.awaiting}, outstanding rows in {steps.get(seq.id)}")
@@ -51,7 +53,9 @@ def audit_core(core: Core) -> list[str]:
             wrong.append(f"{seq.id}: fed {seq.computed + seq.inflight} of {seq.known + len(seq.awaiting)} tokens")
         if seq.known > seq.limit:
             wrong.append(f"{seq.id}: {seq.known} tokens, limit {seq.limit}")
-        if (seq.status in (Status.LOADING,)) != (core.transfers.get(seq.id) == "load" and seq.status is not Status.DONE):
+        if (seq.status in (Status.LOADING,)) != (
+            core.transfers.get(seq.id) == "load" and seq.status is not Status.DONE
+        ):
             wrong.append(f"{seq.id}: {seq.status.value} but transfer {core.transfers.get(seq.id)}")
     alive = {s.id for samples in core.requests.values() for s in samples}
     for seq in core.sequences.values():

@@ -230,9 +230,7 @@ class Core:
         computed = row.stop - row.draft + max(0, len(res.tokens) - 1)
         kept, reason, detail = self._accept(seq, res)
         if kept:
-            self._outputs.append(
-                TokenDelta(seq.request.id, seq.index, res.tokens[:kept], res.logprobs[:kept])
-            )
+            self._outputs.append(TokenDelta(seq.request.id, seq.index, res.tokens[:kept], res.logprobs[:kept]))
         self._advance(seq, min(computed, seq.known))
         if reason:
             self.finish(seq, reason, detail)
@@ -302,9 +300,15 @@ class Core:
         """End a living sequence and release what it holds, once."""
         self._outputs.append(
             Finished(
-                seq.request.id, seq.index, reason, detail, seq.prompt_len, len(seq.output), seq.num_cached,
+                seq.request.id,
+                seq.index,
+                reason,
+                detail,
+                seq.prompt_len,
+                len(seq.output),
+                seq.num_cached,
                 seq.num_preemptions,
-            )  # fmt: skip
+            )
         )
         samples = self.requests[seq.request.id]
         samples.remove(seq)

@@ -151,9 +151,7 @@ def drive(
                 inbox.wait(None if until is None else max(0.0, until - clock()))
 
 
-def note_event(
-    event: Event, core: Core, executor: Executor, now: float, recorder: Recorder | None, hook: Any
-) -> None:
+def note_event(event: Event, core: Core, executor: Executor, now: float, recorder: Recorder | None, hook: Any) -> None:
     """What every driver does when a request arrives: tell executor, recorder and observers."""
     if isinstance(event, Submit):
         executor.admit(event.request, sample_ids(event.request))

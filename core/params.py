@@ -64,24 +64,37 @@ class SamplingParams:
         _require("top_k", self.top_k, self.top_k >= 0, "use 0 to keep all tokens or a positive count")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "use a value in (0, 1]")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "use a value in [0, 1]")
-        _require("repetition_penalty", self.repetition_penalty,
-                 0 < self.repetition_penalty < math.inf, "use a positive number, 1.0 for none")
+        _require(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0 < self.repetition_penalty < math.inf,
+            "use a positive number, 1.0 for none",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "use a value in [-2, 2]")
         _require("n", self.n, self.n >= 1, "ask for at least one sample")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "ask for at least one token")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens,
-                 f"use a value from 0 to max_tokens ({self.max_tokens})")
+        _require(
+            "min_tokens",
+            self.min_tokens,
+            0 <= self.min_tokens <= self.max_tokens,
+            f"use a value from 0 to max_tokens ({self.max_tokens})",
+        )
         if self.seed is not None:
             _require("seed", self.seed, 0 <= self.seed < 2**63, "use a value from 0 to 2**63 - 1")
         if self.logprobs is not None:
             _require("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "use a value from 0 to 20, or None")
         if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ConfigError("stop", self.stop, "contains something that is not a non-empty string",
-                              "give strings of at least one character")
+            raise ConfigError(
+                "stop",
+                self.stop,
+                "contains something that is not a non-empty string",
+                "give strings of at least one character",
+            )
         if self.n > 1 and self.temperature == 0:
-            raise ConfigError("n", self.n, "greedy sampling gives n identical samples",
-                              "use n=1 or a temperature above 0")
+            raise ConfigError(
+                "n", self.n, "greedy sampling gives n identical samples", "use n=1 or a temperature above 0"
+            )
         object.__setattr__(self, "_greedy", self.temperature == 0)
 
     @property

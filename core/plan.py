@@ -99,6 +99,9 @@ class PlanStats(NamedTuple):
     block_size: int
 
 
+_NO_STATS = PlanStats(0, 0, 0, 0, 0, 0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
@@ -108,7 +111,7 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     forget: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
-    stats: PlanStats = PlanStats(0, 0, 0, 0, 0, 0, 1)
+    stats: PlanStats = _NO_STATS
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property

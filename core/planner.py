@@ -58,7 +58,9 @@ class Planner:
                         self.defer = want.until if self.defer is None else min(self.defer, want.until)
                     continue
                 if not isinstance(want, Want):
-                    raise PluginError(f"scheduler proposed {want!r}; propose Want(sequence, num_tokens) or Defer(until)")
+                    raise PluginError(
+                        f"scheduler proposed {want!r}; propose Want(sequence, num_tokens) or Defer(until)"
+                    )
                 if self.budget <= 0 or len(self.rows) >= core.limits.max_num_seqs:
                     break
                 self._consider(want)

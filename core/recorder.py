@@ -77,12 +77,24 @@ class Recorder:
         stats = plan.stats
         self.record.steps.append(
             StepRecord(
-                step=plan.step, start=begin, seconds=end - start, sigma=result.sigma, num_rows=len(plan.rows),
-                num_tokens=tokens, num_decode_rows=num_decode, num_context_tokens=context, running=stats.running,
-                waiting=stats.waiting, held_blocks=stats.held_blocks, idle_blocks=stats.idle_blocks,
-                total_blocks=stats.total_blocks, used_slots=stats.used_slots, block_size=stats.block_size,
-                preempted=len(plan.preempted), ops=result.ops if self.keep_ops else {},
-            )  # fmt: skip
+                step=plan.step,
+                start=begin,
+                seconds=end - start,
+                sigma=result.sigma,
+                num_rows=len(plan.rows),
+                num_tokens=tokens,
+                num_decode_rows=num_decode,
+                num_context_tokens=context,
+                running=stats.running,
+                waiting=stats.waiting,
+                held_blocks=stats.held_blocks,
+                idle_blocks=stats.idle_blocks,
+                total_blocks=stats.total_blocks,
+                used_slots=stats.used_slots,
+                block_size=stats.block_size,
+                preempted=len(plan.preempted),
+                ops=result.ops if self.keep_ops else {},
+            )
         )
 
     def output(self, output: Output, now: float) -> None:

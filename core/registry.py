@@ -26,7 +26,6 @@ from typing import Any
 
 import pluggy
 from pydantic import BaseModel, ValidationError
-
 from twinfer.core import hookspecs
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError

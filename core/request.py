@@ -65,9 +65,27 @@ class Sequence:
     """One sample of a request while it is alive."""
 
     __slots__ = (
-        "id", "request", "index", "status", "prompt", "output", "computed", "inflight", "awaiting",
-        "drafts", "limit", "last_step", "num_preemptions", "order", "number", "seed", "leader",
-        "num_cached", "kv_load", "stop_ids", "prompt_len",
+        "awaiting",
+        "computed",
+        "drafts",
+        "id",
+        "index",
+        "inflight",
+        "kv_load",
+        "last_step",
+        "leader",
+        "limit",
+        "num_cached",
+        "num_preemptions",
+        "number",
+        "order",
+        "output",
+        "prompt",
+        "prompt_len",
+        "request",
+        "seed",
+        "status",
+        "stop_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, number: int, seed: int, limit: int) -> None:

@@ -1,13 +1,12 @@
 """Paged KV: blocks of a few tokens, handed out as a sequence grows, shared by prefix.
 
-    sequence A  [ b7 ][ b2 ][ b9 .. ]        full blocks of a common prefix (b7, b2) stand in both
-    sequence B  [ b7 ][ b2 ][ b4 .. ]        tables; idle cached blocks wait in LRU order to be hit or reused
+sequence A  [ b7 ][ b2 ][ b9 .. ]        full blocks of a common prefix (b7, b2) stand in both
+sequence B  [ b7 ][ b2 ][ b4 .. ]        tables; idle cached blocks wait in LRU order to be hit or reused
 """
 
 from __future__ import annotations
 
 from pydantic import Field
-
 from twinfer.core.idle import LRU
 from twinfer.core.policy import IdleOrder, Limits
 from twinfer.core.technique import Options, Technique

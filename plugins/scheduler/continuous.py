@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
-
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence
 from twinfer.core.technique import Options, Technique

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pydantic import Field
-
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence
 from twinfer.core.technique import Options, Technique
