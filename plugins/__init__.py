@@ -4,6 +4,7 @@ BUILTINS = (
     "twinfer.plugins.scheduler",
     "twinfer.plugins.kv_cache",
     "twinfer.plugins.attention",
+    "twinfer.plugins.model_family",
     "twinfer.plugins.quantizer",
     "twinfer.plugins.device",
     "twinfer.plugins.op_time",

@@ -1,0 +1,295 @@
+"""Attention of a packed batch over the KV storage, in stock torch.
+
+    q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * head_dim]
+
+A step is cut once into parts that all layers with the same window share:
+* `_Padded`: rows of few queries (decode, verify). Their keys are gathered into [rows, longest, ...] and the query
+  heads of one KV head are folded into the query axis, so KV is never repeated.
+* `_Single`: one row alone. Keys are a view when they lie in consecutive slots or were all computed in this very
+  step, otherwise one gather.
+
+Invariants
+* A query at position p sees keys max(0, p - window + 1) .. p of its own sequence and nothing else.
+* Padding repeats a slot of the same sequence and is masked: a NaN of one row never reaches another.
+* `store` writes k and v through `batch.slots` before `attend` reads anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from twinfer.core.runtime.batch import PackedBatch, Span
+from twinfer.core.runtime.kv_storage import KVStorage
+from twinfer.core.spec import ModelSpec
+from twinfer.core.work import keys_read
+
+SHORT_ROW = 8  # queries up to which rows of equal length are padded together
+QUERY_BLOCK = 512  # queries of one row whose mask is held at once
+VIEW_BYTES = 128 * 1024  # keys of one row from which a view each beats one gather for all (measured on a CPU)
+PAD_BYTES = 256 * 1024  # padding that costs about as much as the launches of one more part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What attention needs of a model. `windows` has one entry per layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    windows: tuple[int | None, ...]
+    softcap: float | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def attention_of(model: ModelSpec) -> TorchAttention:
+    """Torch attention with the shapes of `model`."""
+    scale = model.query_scale if model.query_scale is not None else model.head_dim**-0.5
+    windows = tuple(model.window(layer) for layer in range(model.num_layers))
+    return TorchAttention(
+        AttentionShape(
+            num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, scale=scale,
+            windows=windows, softcap=model.attn_softcap,
+        )
+    )  # fmt: skip
+
+
+class AttentionStep(Protocol):
+    """Attention of one step; each layer calls `store`, then `attend` with the same k and v."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k (rotated) and v of this step's tokens into their slots."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class TorchAttention:
+    """Causal softmax attention (arXiv:1706.03762), grouped over KV heads (arXiv:2305.13245)."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def step(self, batch: PackedBatch, kv: KVStorage) -> AttentionStep:
+        """Index tensors and masks of this step, made once."""
+        return _Step(self.shape, batch, kv)
+
+
+class _Step:
+    def __init__(self, shape: AttentionShape, batch: PackedBatch, kv: KVStorage) -> None:
+        self.shape, self.kv, self.slots = shape, kv, batch.slots
+        dtype = kv.keys[0].dtype
+        self.parts = {w: _cut(batch.spans, w, shape, dtype, kv.device) for w in dict.fromkeys(shape.windows)}
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.kv.keys[layer].index_copy_(0, self.slots, k)
+        self.kv.values[layer].index_copy_(0, self.slots, v)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        parts = self.parts[self.shape.windows[layer]]
+        if len(parts) == 1:
+            return parts[0].run(q, k, v, keys, values).flatten(1)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for part in parts:
+            out[part.where] = part.run(q, k, v, keys, values)
+        return out.flatten(1)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """`q [rows, kv_heads, queries, dim]` over `k, v [rows, kv_heads, keys, dim]`; `mask` is added to the scores."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+class _Part(Protocol):
+    where: slice | Tensor  # packed tokens this part answers for
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """`[tokens of the part, heads, head_dim]`, in the order of `where`."""
+        ...
+
+
+class _Padded:
+    """Rows with `queries` tokens each, their keys gathered and padded to the longest."""
+
+    def __init__(
+        self, spans: Sequence[Span], window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        queries = spans[0].length
+        self.shape, self.rows, self.queries = shape, len(spans), queries
+        firsts = [_first_key(s, window) for s in spans]
+        lengths = [s.stop - f for s, f in zip(spans, firsts, strict=True)]
+        self.longest = max(lengths)
+        slots = np.empty((len(spans), self.longest), dtype=np.int64)
+        for i, (span, first, length) in enumerate(zip(spans, firsts, lengths, strict=True)):
+            slots[i, :length] = span.table.slots[first : span.stop]
+            slots[i, length:] = span.table.slots[span.stop - 1]
+        self.index = torch.from_numpy(slots.reshape(-1)).to(device)
+        self.mask: Tensor | None = None
+        if queries > 1 or min(lengths) < self.longest:
+            position = np.array([[s.start + i for i in range(queries)] for s in spans])[:, :, None]
+            key = np.array(firsts)[:, None, None] + np.arange(self.longest)[None, None, :]
+            allowed = _visible(position, key, window)
+            mask = _additive(allowed, dtype, device)
+            self.mask = mask.repeat_interleave(shape.group, dim=1)[:, None]  # [rows, 1, queries * group, keys]
+        offsets = [s.offset for s in spans]
+        if offsets == list(range(offsets[0], offsets[0] + queries * len(spans), queries)):
+            self.where: slice | Tensor = slice(offsets[0], offsets[0] + queries * len(spans))
+        else:
+            self.where = torch.tensor([o + i for o in offsets for i in range(queries)], device=device)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        s = self.shape
+        gathered = (self.rows, self.longest, s.num_kv_heads, s.head_dim)
+        context_k = keys.index_select(0, self.index).view(gathered).transpose(1, 2)
+        context_v = values.index_select(0, self.index).view(gathered).transpose(1, 2)
+        folded = q[self.where].view(self.rows, self.queries, s.num_kv_heads, s.group, s.head_dim)
+        folded = folded.transpose(1, 2).reshape(self.rows, s.num_kv_heads, self.queries * s.group, s.head_dim)
+        out = softmax_attention(folded, context_k, context_v, self.mask, s.scale, s.softcap)
+        out = out.reshape(self.rows, s.num_kv_heads, self.queries, s.group, s.head_dim).transpose(1, 2)
+        return out.reshape(self.rows * self.queries, s.num_heads, s.head_dim)
+
+
+class _Single:
+    """One row; many queries are answered in blocks so that masks stay small."""
+
+    def __init__(
+        self, span: Span, window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.span = shape, span
+        self.where = slice(span.offset, span.offset + span.length)
+        self.first = _first_key(span, window)
+        slots = span.table.slots[self.first : span.stop]
+        self.fresh = span.start == 0  # all keys are computed in this step
+        self.view = slice(int(slots[0]), int(slots[0]) + len(slots)) if span.stop <= span.table.run else None
+        self.index = None
+        if not self.fresh and self.view is None:
+            self.index = torch.from_numpy(slots).to(device)
+        self.causal = self.fresh and shape.softcap is None and (window is None or span.length <= window)
+        self.blocks: list[tuple[int, int, int, int, Tensor | None]] = []  # queries from, to, keys from, to, mask
+        if self.causal:
+            return
+        for low in range(0, span.length, QUERY_BLOCK):
+            high = min(low + QUERY_BLOCK, span.length)
+            position = np.arange(span.start + low, span.start + high)
+            seen = max(self.first, int(position[0]) - window + 1) if window is not None else self.first
+            last = int(position[-1]) + 1
+            mask = None
+            if high - low > 1:
+                allowed = _visible(position[:, None], np.arange(seen, last)[None, :], window)
+                mask = _additive(allowed, dtype, device)
+            self.blocks.append((low, high, seen - self.first, last - self.first, mask))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        s = self.shape
+        if self.fresh:
+            row_k, row_v = k[self.where], v[self.where]
+        elif self.view is not None:
+            row_k, row_v = keys[self.view], values[self.view]
+        else:
+            row_k, row_v = keys.index_select(0, self.index), values.index_select(0, self.index)
+        row_q = q[self.where].transpose(0, 1)[None]
+        row_k, row_v = row_k.transpose(0, 1)[None], row_v.transpose(0, 1)[None]
+        if self.causal:
+            out = F.scaled_dot_product_attention(
+                row_q, row_k, row_v, is_causal=True, scale=s.scale, enable_gqa=s.group > 1
+            )
+            return out[0].transpose(0, 1)
+        outs = [
+            self._block(row_q[:, :, low:high], row_k[:, :, seen:last], row_v[:, :, seen:last], mask)
+            for low, high, seen, last, mask in self.blocks
+        ]
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        s = self.shape
+        queries = q.shape[2]
+        if s.softcap is None and queries > 1:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=s.scale, enable_gqa=s.group > 1)
+            return out[0]
+        folded = q.reshape(1, s.num_kv_heads, s.group * queries, s.head_dim)
+        tiled = mask.repeat(s.group, 1) if mask is not None else None
+        return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(s.num_heads, queries, s.head_dim)
+
+
+# --- cutting a step into parts --------------------------------------------------------------------
+
+
+def _cut(
+    spans: Sequence[Span], window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+) -> list[_Part]:
+    row_bytes = shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    parts: list[_Part] = []
+    short: list[Span] = []
+    for span in spans:
+        long_view = span.stop <= span.table.run and (span.stop - _first_key(span, window)) * row_bytes >= VIEW_BYTES
+        if span.length > SHORT_ROW or (span.length == 1 and long_view):
+            parts.append(_Single(span, window, shape, dtype, device))
+        else:
+            short.append(span)
+    if len(short) == 1:
+        parts.append(_Single(short[0], window, shape, dtype, device))
+        return parts
+    by_length = sorted(short, key=lambda s: s.length)  # stable: rows of one length keep plan order
+    for _, same in groupby(by_length, key=lambda s: s.length):
+        for bucket in _buckets(list(same), window, row_bytes):
+            parts.append(_Padded(bucket, window, shape, dtype, device))
+    return parts
+
+
+def _buckets(spans: list[Span], window: int | None, row_bytes: int) -> list[list[Span]]:
+    """Rows of similar context together; rows that need no sorting keep their order, so that q is read as a view."""
+    keys = {s.offset: s.stop - _first_key(s, window) for s in spans}
+    longest = max(keys.values())
+    if sum(longest - n for n in keys.values()) * row_bytes <= PAD_BYTES:
+        return [spans]
+    buckets: list[list[Span]] = []
+    waste = 0
+    for span in sorted(spans, key=lambda s: -keys[s.offset]):
+        if buckets:
+            waste += (keys[buckets[-1][0].offset] - keys[span.offset]) * row_bytes
+        if not buckets or waste > PAD_BYTES:
+            buckets.append([])
+            waste = 0
+        buckets[-1].append(span)
+    return [sorted(bucket, key=lambda s: s.offset) for bucket in buckets]
+
+
+def _first_key(span: Span, window: int | None) -> int:
+    """First position that any query of the row sees."""
+    return span.stop - keys_read(span.length, span.stop, window)
+
+
+def _visible(position: NDArray[np.int64], key: NDArray[np.int64], window: int | None) -> NDArray[np.bool_]:
+    allowed = key <= position
+    return allowed if window is None else allowed & (key > position - window)
+
+
+def _additive(allowed: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where allowed, -inf elsewhere; made once, because a boolean mask is converted at every call."""
+    mask = torch.zeros(allowed.shape, dtype=dtype)
+    mask.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+    return mask.to(device)

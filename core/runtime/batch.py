@@ -1,0 +1,92 @@
+"""A step's rows as packed tensors, built once per step and shared by all layers.
+
+    tokens, positions, slots: [num_tokens], rows one after another in plan order
+    logits_index:             [num_logits], packed positions that go through the LM head
+
+Invariants
+* Rows keep plan order; nothing here sorts or drops a row.
+* A token that an earlier step sampled is looked up before packing: tensors hold real ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from twinfer.core.plan import Need
+from twinfer.core.runtime.kv_storage import Table
+
+
+class Span(NamedTuple):
+    """One row: `length` tokens packed at `offset`, fed at positions `start...` of a sequence with `table`."""
+
+    offset: int
+    length: int
+    start: int
+    table: Table
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class PackedRow(NamedTuple):
+    """A row ready to be packed: every token is an id, the last `draft` of them are guesses."""
+
+    tokens: Sequence[int]
+    start: int
+    need: Need
+    table: Table
+    draft: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: tuple[Span, ...]
+    logits_index: Tensor
+    """Packed positions whose logits are wanted, in row order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+
+def num_logits(need: Need, length: int, draft: int) -> int:
+    """Positions of a row that go through the LM head; always its last ones."""
+    return {Need.NONE: 0, Need.LAST: 1, Need.DRAFTS: draft + 1, Need.ALL: length}[need]
+
+
+def pack(rows: Sequence[PackedRow], device: torch.device | str = "cpu") -> PackedBatch:
+    """Pack `rows` in order. Raises ValueError for a row whose table is too short for its tokens."""
+    spans: list[Span] = []
+    ids: list[int] = []
+    positions, slots = [], []
+    wanted: list[int] = []
+    for row in rows:
+        offset, length = len(ids), len(row.tokens)
+        stop = row.start + length
+        if length == 0 or stop > row.table.capacity:
+            raise ValueError(f"row of {length} tokens at {row.start} does not fit {row.table.capacity} slots")
+        ids.extend(row.tokens)
+        positions.append(np.arange(row.start, stop, dtype=np.int64))
+        slots.append(row.table.slots[row.start : stop])
+        spans.append(Span(offset, length, row.start, row.table))
+        wanted.extend(range(offset + length - num_logits(row.need, length, row.draft), offset + length))
+
+    def tensor(values: object) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+
+    return PackedBatch(
+        tokens=tensor(ids),
+        positions=tensor(np.concatenate(positions)),
+        slots=tensor(np.concatenate(slots)),
+        spans=tuple(spans),
+        logits_index=tensor(wanted),
+    )

@@ -1,0 +1,87 @@
+"""Model files, one per family, and how the runtime finds the one that serves a spec.
+
+A family is a technique of kind `model_family` (hook `register_model_family`); the built-in ones are declared in
+`plugins/model_family`. Besides the attributes of every technique it has
+
+    serves(model) -> bool                               by `ModelSpec.family`
+    expected_tensors(model) -> {name: shape}            what a checkpoint must hold
+    build(model, load, linear) -> DecoderModel          `load` fetches tensors in the right dtype, on the device
+
+Invariants
+* A built model knows tokens, positions and an `AttentionStep`; it knows no requests, blocks or scheduler.
+* `mark(op)` is called right after each op, with the names of `core/layer_ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from twinfer.core.errors import ModelError
+from twinfer.core.registry import Registry
+from twinfer.core.spec import ModelSpec
+from twinfer.core.technique import Needs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from twinfer.core.runtime.attention_torch import AttentionStep
+    from twinfer.core.runtime.linear import LinearFactory
+
+Mark = Callable[[str], None]
+
+
+class DecoderModel(Protocol):
+    """A decoder-only transformer on one device."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionStep, logits_index: Tensor, mark: Mark
+    ) -> Tensor:
+        """`tokens, positions [tokens]` to float32 logits `[len(logits_index), vocab]`."""
+        ...
+
+
+def family_of(model: ModelSpec, registry: Registry) -> type[Any]:
+    """The registered family that serves `model`; ModelError when there is none or it cannot."""
+    families = registry.all("model_family")
+    for item in families:
+        if item.cls.serves(model):
+            reasons = item.cls.why_not(Needs(model=model))
+            if reasons:
+                raise ModelError(f"{model.name}: family {item.name} cannot run it: {'; '.join(reasons)}")
+            return item.cls
+    known = ", ".join(item.name for item in families) or "none"
+    raise ModelError(
+        f"{model.name}: no model family serves {model.family!r} in the engine (known: {known}); "
+        "it can still be simulated"
+    )
+
+
+def load_model(
+    model: ModelSpec,
+    path: str | Path,
+    registry: Registry,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    linear: LinearFactory | None = None,
+) -> DecoderModel:
+    """Weights at `path` as a runnable model of the shapes in `model`.
+
+    Raises ModelError for a damaged file, missing or misshapen tensors, or a family that is not implemented.
+    """
+    import torch
+    from twinfer.core.runtime.linear import dense
+    from twinfer.core.runtime.weights import Loader, check_tensors, open_weights
+
+    family = family_of(model, registry)
+    source = open_weights(path)
+    check_tensors(source, family.expected_tensors(model), family.name)
+    load = Loader(source, dtype or torch.float32, device)
+    with torch.inference_mode():
+        built: DecoderModel = family(None).build(model, load, linear or dense)
+    return built

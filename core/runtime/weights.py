@@ -1,0 +1,168 @@
+"""Reading checkpoints: names, shapes and tensors, whatever the file format.
+
+Invariants
+* A source answers with Hugging Face names (`model.layers.0.self_attn.q_proj.weight`) and layouts (`[out, in]`).
+* Nothing is read before it is asked for; a damaged or incomplete file is a `ModelError` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from twinfer.core.errors import ModelError
+
+LISTED = 6  # names shown in an error before "and N more"
+
+
+class WeightSource(Protocol):
+    """Tensors of one checkpoint by name."""
+
+    path: Path
+
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def get(self, name: str) -> Tensor:
+        """The tensor on the CPU, in the dtype of the file (quantized blocks as float32)."""
+        ...
+
+
+def open_weights(path: str | Path) -> WeightSource:
+    """The checkpoint at `path`: a directory, a `.safetensors` file, an index file or a `.gguf` file."""
+    path = Path(path)
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or directory; give a model directory, a .safetensors or a .gguf file")
+    if path.is_dir():
+        return _open_directory(path)
+    if path.suffix == ".gguf":
+        from twinfer.core.runtime.gguf_weights import GGUFWeights
+
+        return GGUFWeights(path)
+    if path.suffix == ".safetensors":
+        return SafetensorsWeights(path, [path])
+    if path.name.endswith(".safetensors.index.json"):
+        return SafetensorsWeights(path, _shards_of(path))
+    raise ModelError(f"{path}: unknown weight format; give a directory, a .safetensors or a .gguf file")
+
+
+def _open_directory(folder: Path) -> WeightSource:
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.exists():
+        return SafetensorsWeights(folder, _shards_of(index))
+    if single.exists():
+        return SafetensorsWeights(folder, [single])
+    others = sorted(folder.glob("*.safetensors"))
+    if others:
+        return SafetensorsWeights(folder, others)
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return open_weights(ggufs[0])
+    if ggufs:
+        raise ModelError(f"{folder}: holds {len(ggufs)} GGUF files; name one of them: {_some(p.name for p in ggufs)}")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise ModelError(f"{folder}: holds only pickled weights (.bin, .pth); convert them to safetensors")
+    raise ModelError(f"{folder}: no weights found; expected model.safetensors, a sharded index or one .gguf file")
+
+
+def _shards_of(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
+    shards = [index.parent / name for name in names]
+    missing = [shard.name for shard in shards if not shard.exists()]
+    if missing:
+        raise ModelError(f"{index}: missing shards {_some(missing)} of {len(shards)}; download them again")
+    return shards
+
+
+class SafetensorsWeights:
+    """One or more safetensors files.
+
+    A checkpoint saved without the `model.` prefix (the backbone alone) is answered under the full names.
+    """
+
+    def __init__(self, path: Path, files: Iterable[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        self._files: dict[str, tuple[Any, str]] = {}
+        for file in files:
+            try:
+                handle = safe_open(str(file), framework="pt", device="cpu")
+                for name in handle.keys():  # noqa: SIM118 (not a dict)
+                    self._files[name] = (handle, name)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise ModelError(
+                    f"{file}: cannot be read as safetensors ({error}); the file is damaged or cut short"
+                ) from error
+        if "embed_tokens.weight" in self._files:
+            self._files = {
+                name if name.startswith("lm_head.") else f"model.{name}": entry for name, entry in self._files.items()
+            }
+
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        handle, stored = self._files[name]
+        return tuple(handle.get_slice(stored).get_shape())
+
+    def get(self, name: str) -> Tensor:
+        handle, stored = self._files[name]
+        tensor: Tensor = handle.get_tensor(stored)
+        return tensor
+
+
+def check_tensors(source: WeightSource, expected: Mapping[str, tuple[int, ...]], family: str) -> None:
+    """Raise a ModelError that lists what is missing or has another shape than `expected`."""
+    found = set(source.names())
+    missing = [name for name in expected if name not in found]
+    misshapen = [
+        f"{name} is {list(source.shape(name))}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and source.shape(name) != tuple(shape)
+    ]
+    if not missing and not misshapen:
+        return
+    parts = []
+    if missing:
+        parts.append(f"missing {_some(missing)}")
+        unknown = sorted(found - expected.keys())
+        if unknown:
+            parts.append(f"found but not expected {_some(unknown)}")
+    if misshapen:
+        parts.append(f"wrong shape: {_some(misshapen)}")
+    raise ModelError(
+        f"{source.path}: does not match the {family} architecture of its configuration "
+        f"({len(found)} tensors found, {len(expected)} expected): {'; '.join(parts)}"
+    )
+
+
+class Loader:
+    """Fetches tensors of a source in the dtype and on the device of the model."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.source, self.dtype, self.device = source, dtype, torch.device(device)
+        self._names = frozenset(source.names())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __call__(self, name: str) -> Tensor:
+        return self.source.get(name).to(device=self.device, dtype=self.dtype)
+
+    def optional(self, name: str) -> Tensor | None:
+        return self(name) if name in self._names else None
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    text = ", ".join(listed[:LISTED])
+    return text if len(listed) <= LISTED else f"{text} and {len(listed) - LISTED} more"
