@@ -24,7 +24,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Any
 
-from twinfer.core.errors import ProtocolError
+from twinfer.core.errors import PluginError, ProtocolError
 from twinfer.core.events import (
     Abort,
     Blocked,
@@ -157,7 +157,7 @@ class Core:
             return
         length = len(request.prompt)
         limit = min(length + request.params.max_tokens, self.limits.max_model_len)
-        samples = []
+        samples: list[Sequence] = []
         for index in range(request.params.n):
             number = self.num_submitted
             self.num_submitted += 1
@@ -280,11 +280,15 @@ class Core:
     # --- state changes, shared with the planner ---------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        seq.order = self.scheduler.order(seq)
-        insort(self.waiting, (seq.order, seq.number, seq))
+        try:
+            seq.order = self.scheduler.order(seq)
+            insort(self.waiting, (seq.order, seq.number, seq))
+        except Exception as error:  # raised by the policy, or keys that cannot be compared
+            name = getattr(self.scheduler, "name", type(self.scheduler).__name__)
+            raise PluginError(f"scheduler {name!r} failed in order: {type(error).__name__}: {error}") from error
 
     def unqueue(self, seq: Sequence) -> None:
-        index = bisect_left(self.waiting, (seq.order, seq.number))  # type: ignore[arg-type]
+        index = bisect_left(self.waiting, (seq.order, seq.number))
         del self.waiting[index]
 
     def preempt(self, seq: Sequence) -> None:

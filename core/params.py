@@ -84,7 +84,8 @@ class SamplingParams:
             _require("seed", self.seed, 0 <= self.seed < 2**63, "use a value from 0 to 2**63 - 1")
         if self.logprobs is not None:
             _require("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "use a value from 0 to 20, or None")
-        if any(not isinstance(s, str) or not s for s in self.stop):
+        stop: tuple[object, ...] = self.stop  # users pass anything
+        if any(not isinstance(s, str) or not s for s in stop):
             raise ConfigError(
                 "stop",
                 self.stop,

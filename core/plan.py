@@ -68,11 +68,11 @@ class Grant(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy-on-write: before the step, copy `source` to `target` and put it at `index` of the table."""
+    """Copy-on-write: before the step, copy `source` to `target` and put it at entry `slot` of the table."""
 
     seq: str
     group: int
-    index: int
+    slot: int
     source: int
     target: int
 
