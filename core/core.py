@@ -227,11 +227,14 @@ class Core:
             raise ProtocolError(f"step {step}: row {row.seq} needed a token and got none")
         if len(res.tokens) > row.draft + 1:
             raise ProtocolError(f"step {step}: row {row.seq} got {len(res.tokens)} tokens for {row.draft} drafts")
-        computed = row.stop - row.draft + max(0, len(res.tokens) - 1)
+        computed = row.start + len(row.tokens) - row.draft + max(0, len(res.tokens) - 1)
         kept, reason, detail = self._accept(seq, res)
         if kept:
-            self._outputs.append(TokenDelta(seq.request.id, seq.index, res.tokens[:kept], res.logprobs[:kept]))
-        self._advance(seq, min(computed, seq.known))
+            tokens, logprobs = res.tokens, res.logprobs
+            if kept < len(tokens):
+                tokens, logprobs = tokens[:kept], logprobs[:kept]
+            self._outputs.append(TokenDelta(seq.request.id, seq.index, tokens, logprobs))
+        self._advance(seq, min(computed, seq.prompt_len + len(seq.output)))
         if reason:
             self.finish(seq, reason, detail)
         else:
@@ -240,11 +243,12 @@ class Core:
     def _accept(self, seq: Sequence, res: RowResult) -> tuple[int, str, str]:
         """Append sampled tokens up to the first that ends the sequence: (kept, reason, detail)."""
         output, params = seq.output, seq.request.params
+        last = len(res.tokens) if res.stopped is not None else 0  # the token that completed the stop string
         for kept, token in enumerate(res.tokens, 1):
             output.append(token)
             if token in seq.stop_ids and len(output) > params.min_tokens:
                 return kept, "stop", f"token {token}"
-            if seq.prompt_len + len(output) >= seq.limit and not (res.stopped is not None and kept == len(res.tokens)):
+            if seq.prompt_len + len(output) >= seq.limit and kept != last:
                 if len(output) >= params.max_tokens:
                     return kept, "length", f"max_tokens={params.max_tokens}"
                 return kept, "length", f"max_model_len={self.limits.max_model_len}"

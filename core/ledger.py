@@ -115,6 +115,14 @@ class Ledger:
 
     # --- growth ---------------------------------------------------------------------------------
 
+    def writable(self, seq: Sequence, start: int, stop: int) -> bool:
+        """True when positions `start` to `stop` (exclusive) can be written as things stand."""
+        blocks = self.tables[seq.id].blocks
+        if stop > len(blocks) * self.block_size:
+            return False
+        block = blocks[start // self.block_size]
+        return self.pool.refs[block] == 1 and self.pool.node[block] is None
+
     def grow(self, seq: Sequence, start: int, stop: int) -> tuple[Grant | None, Copy | None] | int:
         """Blocks so that positions `start` to `stop` (exclusive) can be written.
 
@@ -156,7 +164,10 @@ class Ledger:
         size = self.block_size
         pool = self.pool
         for index in range(old // size, -(-new // size)):
-            pool.fill_to(table.blocks[index], min(size, new - index * size))
+            end = new - index * size
+            pool.fill_to(table.blocks[index], end if end < size else size)
+        if (table.published + 1) * size > new:
+            return
         if not (self.cache.shares_prefixes and seq.request.cache_prefix):
             return
         while (table.published + 1) * size <= new:

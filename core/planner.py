@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeVar
 
 from twinfer.core.errors import PluginError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _RUNNING, _WAITING = Status.RUNNING, Status.WAITING
 _T = TypeVar("_T")
+Tokens = Seq[Token] | Seq[int]
 
 
 class Planner:
@@ -68,69 +70,77 @@ class Planner:
 
     def _consider(self, want: Want) -> None:
         seq = want.seq
-        if seq.id in self._planned or want.num_tokens < 1:
+        if want.num_tokens < 1 or seq.id in self._planned:
             return
         if seq.status is _RUNNING:
-            remaining = seq.remaining
+            # With drafts out, how far the cache is valid is known only when the step is done.
+            if seq.drafts and seq.inflight:
+                return
+            known = seq.prompt_len + len(seq.output)
+            total = known + len(seq.awaiting)
+            start = seq.computed + seq.inflight
+            remaining = (total if total < seq.limit else seq.limit - 1) - start
             if remaining < 1:
                 return
-            # With drafts out, how far the cache is valid is known only when the step is done.
-            if seq.inflight and seq.drafts:
-                return
-            n = min(want.num_tokens, remaining, self.budget)
-            if n < min(want.num_tokens, remaining) and not want.partial:
+            asked = want.num_tokens if want.num_tokens < remaining else remaining
+            n = asked if asked < self.budget else self.budget
+            if n < asked and not want.partial:
                 self._refuse(seq, self._budget_reason(seq, remaining))
                 return
-            self._feed(seq, n)
+            self._feed(seq, n, start, known, total)
         elif seq.status is _WAITING and not self._closed and seq not in self._preempted:
             self._admit(seq, want)
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _feed(self, seq: Sequence, n: int) -> bool:
-        """A row of `n` known tokens (and drafts that fit) for a running sequence."""
-        start = seq.computed + seq.inflight
-        known = seq.prompt_len + len(seq.output)
-        total = known + len(seq.awaiting)
+    def _feed(self, seq: Sequence, n: int, start: int, known: int, total: int) -> bool:
+        """A row of `n` known tokens from position `start` (and drafts that fit) for a running sequence.
+
+        known: tokens whose ids are known; total: those and the samples that outstanding steps will give.
+        """
         drafts: tuple[int, ...] = ()
         if seq.drafts and start + n == total and not seq.awaiting:
             drafts = seq.drafts[: max(0, min(self.budget - n, seq.limit - total - 1))]
         stop = start + n + len(drafts)
-        grown = self.ledger.grow(seq, start, stop)
-        if isinstance(grown, int) and not self._make_room(seq, grown):
-            return False
-        if isinstance(grown, int):
-            grown = self.ledger.grow(seq, start, stop)
-            assert not isinstance(grown, int)
-        grant, copy = grown
-        if grant is not None:
-            self.grants.append(grant)
-        if copy is not None:
-            self.copies.append(copy)
+        ledger = self.ledger
+        if not ledger.writable(seq, start, stop):
+            grown = ledger.grow(seq, start, stop)
+            if isinstance(grown, int):
+                if not self._make_room(seq, grown):
+                    return False
+                grown = ledger.grow(seq, start, stop)
+                assert not isinstance(grown, int)
+            grant, copy = grown
+            if grant is not None:
+                self.grants.append(grant)
+            if copy is not None:
+                self.copies.append(copy)
         self._row(seq, start, n, drafts, known, total)
         return True
 
     def _row(self, seq: Sequence, start: int, n: int, drafts: tuple[int, ...], known: int, total: int) -> None:
-        core = self.core
+        step = self.core.num_steps
         end = start + n
-        tokens: list[Token] | tuple[Token, ...] | range
-        if end <= known:
-            tokens = seq.tokens(start, end)  # type: ignore[assignment]
-        else:
-            waited = [FromStep(step, seq.id) for step in seq.awaiting]
+        tokens: Tokens
+        if end > known:
+            waited = [FromStep(s, seq.id) for s in seq.awaiting]
             tokens = [*seq.tokens(start, known), *waited[max(0, start - known) : end - known]]
+        elif n == 1 and start >= seq.prompt_len:
+            tokens = (seq.output[start - seq.prompt_len],)
+        else:
+            tokens = seq.tokens(start, end)
         need = Need.NONE
         if end == total:
-            need = Need.DRAFTS if drafts else Need.LAST
-        if drafts:
-            tokens = [*tokens, *drafts]
+            need = Need.LAST
+            if drafts:
+                need = Need.DRAFTS
+                tokens = [*tokens, *drafts]
+            seq.awaiting.append(step)
         self.rows.append(Row(seq.id, start, tokens, len(drafts), need, seq.seed))
         fed = n + len(drafts)
         seq.inflight += fed
         self.budget -= fed
-        seq.last_step = core.num_steps
-        if need is not Need.NONE:
-            seq.awaiting.append(core.num_steps)
+        seq.last_step = step
         self._planned.add(seq.id)
 
     # --- memory ---------------------------------------------------------------------------------
@@ -226,7 +236,7 @@ class Planner:
             return
         self._num_admitted_rows += 1
         at = len(self.grants)
-        if not self._feed(seq, n):
+        if not self._feed(seq, n, seq.computed, seq.known, seq.known):
             raise AssertionError("admission promised room")  # pragma: no cover
         if shared:
             fresh: tuple[int, ...] = ()
