@@ -1,0 +1,327 @@
+"""The options that `run`, `simulate` and `compare` share, and the ones generated from techniques.
+
+A command takes them all by `@takes_scenario`: its parameter `scenario` is then filled from the command line.
+
+Invariants
+* One declaration: the three commands cannot drift apart.
+* An option that was not given is left to the default of `EngineConfig` or `Workload`, which are written once.
+* Every option of every loaded technique is a flag `--KIND.OPTION`; it applies to the technique chosen for that
+  kind, whose own `Options` model checks it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from twinfer.cli.session import Session
+
+if TYPE_CHECKING:
+    from twinfer.core.config import Choice, EngineConfig
+    from twinfer.core.workload import Workload
+
+_MODEL, _TECHNIQUES, _LIMITS, _WORKLOAD, _RECORD = "Model and device", "Techniques", "Limits", "Workload", "Record"
+FLAG_KINDS = ("scheduler", "kv_cache", "attention", "quantizer", "workload")
+_CONFIG_FLAGS = {
+    "quantizer": "--quant", "kv_memory_bytes": "--kv-memory", "op_time": "--op-time",
+}  # fmt: skip
+
+
+def _scenario_options(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", rich_help_panel=_MODEL,
+            help="A name of `twinfer models`, a config.json, a directory, a GGUF file or a hub id.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_MODEL, help="A name of `twinfer devices` or a device file; 'auto' is this machine."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Of weights and activations; 'auto'.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Of the KV cache; 'auto'.")] = None,
+    num_devices: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Devices in all.")] = None,
+    tp: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Tensor-parallel ranks.")] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Scheduler, e.g. continuous:chunk_size=64."),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="KV cache, e.g. paged:block_size=32."),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Attention variant instead of the model's."),
+    ] = None,
+    quant: Annotated[
+        str | None, typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Quantizer."),
+    ] = None,
+    op_time: Annotated[
+        list[str] | None,
+        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME", help="Op-time model of the simulator; repeat for a chain."),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(rich_help_panel=_LIMITS, help="Prompt plus output tokens of one request.")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Sequences in one step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Tokens in one step.")] = None,
+    num_kv_blocks: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Blocks of the KV pool.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(rich_help_panel=_LIMITS, metavar="SIZE", help="Memory of the KV pool, e.g. 512MiB or 4GiB.")
+    ] = None,
+    memory_fraction: Annotated[
+        float | None, typer.Option(rich_help_panel=_LIMITS, help="Share of device memory to use, in (0, 1].")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", "-n", rich_help_panel=_WORKLOAD, help="How many; 100, or all of a trace.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf sends all at once.")
+    ] = None,
+    input_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of a prompt.")] = None,
+    output_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of an answer.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(rich_help_panel=_WORKLOAD, help="Distribution of lengths: fixed, uniform or lognormal.")
+    ] = None,
+    spread: Annotated[float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Its width, relative to the mean.")] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option(rich_help_panel=_WORKLOAD, help="First tokens that prompts have in common.")
+    ] = None,
+    num_prefixes: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Different shared prefixes.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_WORKLOAD, metavar="FILE", help="Azure CSV, Mooncake JSONL or prompts JSONL."),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(rich_help_panel=_WORKLOAD, help="A text to continue; repeatable.")] = None,
+    too_long: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Requests beyond the context: keep (they are rejected) or filter."),
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(rich_help_panel=_WORKLOAD, metavar="NAME[:OPT=VAL,...]", help="Workload plugin to use.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(rich_help_panel=_WORKLOAD, help="0 is greedy.")] = None,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", rich_help_panel=_WORKLOAD, help="Let the model end its answers early.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Of lengths, arrivals and sampling.")] = None,
+    name: Annotated[str, typer.Option(rich_help_panel=_RECORD, help="A name for the stored run.")] = "",
+    save: Annotated[bool, typer.Option("--save/--no-save", rich_help_panel=_RECORD, help="Keep the run.")] = True,
+    runs_dir: Annotated[
+        Path | None, typer.Option(rich_help_panel=_RECORD, metavar="DIR", help="Where runs are kept; your data folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=_RECORD, help="Print one JSON document.")] = False,
+) -> None:
+    """The prototype whose parameters `takes_scenario` copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The shared options as they were given; `technique_options` are the generated flags, kind -> option -> value."""
+
+    session: Session
+    given: dict[str, Any]
+    technique_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.given[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def config(self) -> EngineConfig:
+        """The engine's configuration; raises ConfigError in the words of the command line."""
+        g = self.given
+        fields = {k: g[k] for k in ("model", "device", "dtype", "kv_dtype", "num_devices", "tp", "max_model_len",
+                                    "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "memory_fraction",
+                                    "seed") if g[k] is not None}  # fmt: skip
+        if g["op_time"]:
+            fields["op_time"] = tuple(g["op_time"])
+        if g["kv_memory"] is not None:
+            fields["kv_memory_bytes"] = parse_size("--kv-memory", g["kv_memory"])
+        for kind, text in (("scheduler", g["scheduler"]), ("kv_cache", g["kv_cache"]), ("attention", g["attention"]),
+                           ("quantizer", g["quant"])):  # fmt: skip
+            choice = self._choice(kind, text)
+            if choice is not None:
+                fields[kind] = choice
+        config = make_config(fields)
+        for kind in ("scheduler", "kv_cache", "attention", "quantizer"):
+            choice = getattr(config, kind)
+            if choice is not None:  # now, not after the model has been loaded
+                self.session.registry.build(kind, choice)
+        for op_time in config.op_time:
+            self.session.registry.get("op_time_model", op_time.partition(":")[0])
+        return config
+
+    def workload(self) -> Workload:
+        """The requests; raises ConfigError or RequestError in the words of the command line."""
+        from twinfer.core.errors import RequestError
+        from twinfer.core.workload import make_workload
+
+        g = self.given
+        names = {"requests": "num_requests"}
+        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "input_len", "output_len", "lengths", "spread",
+                                                  "shared_prefix", "num_prefixes", "trace", "too_long", "temperature",
+                                                  "seed") if g[k] is not None}  # fmt: skip
+        for number, text in enumerate(g["prompt"] or (), 1):
+            if not text.strip():
+                raise RequestError(f"--prompt {text!r}: prompt {number} is empty; give at least one word")
+        if g["prompt"]:
+            fields["prompts"] = tuple(g["prompt"])
+        if g["stop_at_eos"]:
+            fields["ignore_eos"] = False
+        source = self._choice("workload", g["workload"])
+        if source is not None:
+            self.session.registry.build("workload", source)
+            fields["source"] = source
+        return make_workload(**fields)
+
+    def _choice(self, kind: str, text: str | None) -> Choice | None:
+        """The technique named by `text` (or the default one) with the generated flags of `kind` added."""
+        from twinfer.core.config import Choice, EngineConfig, parse_choice
+        from twinfer.core.errors import ConfigError
+        from twinfer.core.registry import OPTION_OF_KIND
+
+        more = self.technique_options.get(kind, {})
+        if text is None:
+            if not more:
+                return None
+            default = EngineConfig.model_fields[kind].default if kind in EngineConfig.model_fields else None
+            if default is None:
+                flag = f"{OPTION_OF_KIND[kind]}.{next(iter(more))}".replace("_", "-")
+                raise ConfigError(
+                    flag, next(iter(more.values())), f"no {kind.replace('_', ' ')} is chosen",
+                    f"give {OPTION_OF_KIND[kind]} NAME too",
+                )  # fmt: skip
+            return Choice(name=default.name, options={**default.options, **more})
+        parsed = parse_choice(text)
+        return Choice(name=parsed["name"], options={**parsed["options"], **more})
+
+
+def make_config(fields: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig; the first mistake becomes a ConfigError that names the flag."""
+    from pydantic import ValidationError
+
+    from twinfer.core.config import EngineConfig
+    from twinfer.core.errors import ConfigError
+
+    try:
+        return EngineConfig(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "configuration"
+        flag = _CONFIG_FLAGS.get(name, "--" + name.replace("_", "-"))
+        message = first["msg"].lower()
+        raise ConfigError(flag, first.get("input"), message, "see `twinfer run --help`") from None
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes of `4GiB`, `512 MB`, `1e9`."""
+    from twinfer.core.errors import ConfigError
+
+    units = {"": 1, "b": 1, "k": 2**10, "kb": 10**3, "kib": 2**10, "m": 2**20, "mb": 10**6, "mib": 2**20,
+             "g": 2**30, "gb": 10**9, "gib": 2**30, "t": 2**40, "tb": 10**12, "tib": 2**40}  # fmt: skip
+    number = text.strip().lower()
+    unit = number.lstrip("0123456789.")
+    if unit.startswith("e"):  # 1e9
+        unit = ""
+    try:
+        value = float(number[: len(number) - len(unit)]) * units[unit.strip()]
+    except (ValueError, KeyError):
+        raise ConfigError(option, text, "not a size", "write a number with a unit, such as 512MiB or 4GiB") from None
+    if not 1 <= value < 2**63:
+        raise ConfigError(option, text, "out of range", "give at least one byte")
+    return int(value)
+
+
+def takes_scenario(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `command(ctx, scenario, ...)` have all shared options on the command line."""
+    shared = inspect.signature(_scenario_options, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True).parameters
+
+    def run(ctx: typer.Context, **given: Any) -> Any:
+        scenario = Scenario(ctx.obj, {k: given[k] for k in shared}, ctx.meta.get(_META, {}))
+        return command(ctx, scenario, **{k: v for k, v in given.items() if k not in shared})
+
+    extra = [p for name, p in own.items() if name not in ("ctx", "scenario")]
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*extra, *shared.values()))]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+# --- generated flags --------------------------------------------------------------------------------
+
+_META = "twinfer.technique_options"
+
+
+class ScenarioCommand(TyperCommand):
+    """A command whose help and parser also know the options of all loaded techniques."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        if not isinstance(ctx.obj, Session):
+            return params
+        if "twinfer.generated" not in ctx.meta:
+            ctx.meta["twinfer.generated"] = generated_params(ctx.obj)
+        return [*params[:-1], *ctx.meta["twinfer.generated"], params[-1]]  # --help stays last
+
+
+def generated_params(session: Session) -> list[Any]:
+    """One parameter for every option of every technique of `FLAG_KINDS`."""
+    from twinfer.core.registry import OPTION_OF_KIND
+
+    parameters: list[inspect.Parameter] = []
+    for kind in FLAG_KINDS:
+        about: dict[str, list[str]] = {}
+        for item in session.registry.all(kind):
+            for name, info in item.cls.Options.model_fields.items():
+                text = f"{item.name}: {info.description or info.annotation}"
+                if not info.is_required():
+                    text += f" (default {info.get_default(call_default_factory=True)})"
+                about.setdefault(name, []).append(text)
+        for name, texts in about.items():
+            flag = f"{OPTION_OF_KIND[kind]}.{name.replace('_', '-')}"
+            option = typer.Option(
+                flag, callback=_keep(kind, name), expose_value=False, metavar="VALUE", show_default=False,
+                rich_help_panel="Options of techniques", help="; ".join(texts),
+            )  # fmt: skip
+            parameter = inspect.Parameter(
+                f"{kind}__{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+            )
+            parameters.append(parameter)
+
+    def prototype(**given: Any) -> None: ...
+
+    prototype.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    prototype.__annotations__ = {p.name: p.annotation for p in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command(add_help_option=False)(prototype)
+    return list(typer.main.get_command(app).params)
+
+
+def _keep(kind: str, name: str) -> Callable[..., None]:
+    def callback(ctx: typer.Context, value: str | None) -> None:
+        if value is None:
+            return
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        ctx.meta.setdefault(_META, {}).setdefault(kind, {})[name] = parsed
+
+    return callback
+
+
+__all__ = ["Scenario", "ScenarioCommand", "make_config", "parse_size", "takes_scenario"]

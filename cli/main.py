@@ -1,0 +1,142 @@
+"""`twinfer`: the command line.
+
+Invariants
+* `twinfer --help` imports neither pydantic nor numpy, torch, pyarrow or streamlit: commands import what they need.
+* Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback.
+* With `--json`, stdout holds one JSON document and nothing else; progress and notes go to stderr.
+* Ctrl-C ends with exit code 130, after the part of the run that is done has been saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from twinfer.cli import demo, facts, plugins, runs, serve
+from twinfer.cli.session import Session
+
+_GLOBAL_WITH_VALUE = ("-p", "--plugin-module", "--plugins-dir")
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer keeps it in a private module
+
+
+class Commands(TyperGroup):
+    """The built-in commands, and those of plugins, which are looked for only when a name is not built in."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and not ctx.resilient_parsing:
+            session = Session(ctx.params.get("plugin_module") or (), ctx.params.get("plugins_dir") or ())
+            found = session.command(cmd_name)
+        return found
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """A wrong name is answered with the known ones."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], list(self.commands), n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise typer.BadParameter(f"no such command {args[0]!r}; {hint}known: {', '.join(self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    help="""An LLM inference engine and its digital twin: run a model for real, predict the same run, compare.
+
+    [bold]Examples[/bold]
+
+    twinfer demo
+    twinfer memory --model llama-2-70b --context 8192
+    twinfer simulate --model llama-3.1-8b --device h100-sxm --requests 1000 --rate 10
+    twinfer run --model smollm2-135m --requests 8 --input-len 64 --output-len 32
+    twinfer compare --model smollm2-135m --requests 8 --input-len 64 --output-len 32
+    """.replace("\n    twinfer", "\n\n    twinfer"),
+    epilog="Plugins can add commands: `twinfer plugins` lists them. Each command explains itself: `twinfer run --help`.",
+)
+
+
+@app.callback()
+def _global(
+    ctx: typer.Context,
+    plugin_module: Annotated[
+        list[str] | None,
+        typer.Option("-p", "--plugin-module", metavar="MODULE", help="Load this Python module as a plugin; repeatable."),
+    ] = None,
+    plugins_dir: Annotated[
+        list[Path] | None,
+        typer.Option("--plugins-dir", metavar="DIR", help="Load every .py file of this folder as a plugin; repeatable."),
+    ] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from twinfer import __version__
+
+        typer.echo(f"twinfer {__version__}")
+        raise typer.Exit()
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit()
+    ctx.obj = Session(plugin_module or (), plugins_dir or ())
+
+
+runs.add_commands(app)
+facts.add_commands(app)
+plugins.add_commands(app)
+serve.add_commands(app)
+demo.add_commands(app)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    given = list(sys.argv[1:] if args is None else args)
+    try:
+        code = app(args=_global_first(given), prog_name="twinfer", standalone_mode=False)
+    except _UsageError as error:
+        return _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from twinfer.core.errors import TwinferError
+
+        if not isinstance(error, TwinferError):
+            raise
+        return _fail(str(error))
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _global_first(args: list[str]) -> list[str]:
+    """`-p` and `--plugins-dir` may also stand after the command, where people write them."""
+    first: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+        elif word in _GLOBAL_WITH_VALUE:
+            value = next(words, None)
+            first += [word] if value is None else [word, value]
+        elif word.startswith(("--plugin-module=", "--plugins-dir=")):
+            first.append(word)
+        else:
+            rest.append(word)
+    return first + rest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

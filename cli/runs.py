@@ -1,0 +1,194 @@
+"""`twinfer run`, `simulate` and `compare`: one scenario, for real, predicted, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from twinfer.cli import show
+from twinfer.cli.flags import Scenario, ScenarioCommand, takes_scenario
+
+if TYPE_CHECKING:
+    from twinfer.core.records import RunRecord
+
+_STOPPED = 130  # as a shell reports Ctrl-C
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command("run", cls=ScenarioCommand)(takes_scenario(run))
+    app.command("simulate", cls=ScenarioCommand)(takes_scenario(simulate))
+    app.command("compare", cls=ScenarioCommand)(takes_scenario(compare))
+
+
+def run(ctx: typer.Context, scenario: Scenario) -> None:
+    """Serve a workload with a real model on this machine and report what was measured.
+
+    Examples:
+
+    twinfer run --model smollm2-135m --requests 8 --input-len 64 --output-len 32
+
+    twinfer run --model smollm2-135m --prompt "The capital of France is" --output-len 16
+
+    twinfer run --model ./my-llama --scheduler static --kv-cache contiguous --json
+
+    With --json: the run's record; its `metrics` also stand at the top level.
+    """
+    _finish(execute("engine", scenario), scenario)
+
+
+def simulate(ctx: typer.Context, scenario: Scenario) -> None:
+    """Predict a run: no weights, no GPU, the same scheduler and KV cache as the engine.
+
+    Examples:
+
+    twinfer simulate --model llama-3.1-8b --device h100-sxm --requests 1000 --rate 10
+
+    twinfer simulate --model llama-3.1-70b --device h100-sxm --num-devices 4 --tp 4 --rate inf --json
+
+    twinfer simulate --model qwen2.5-7b --device a100-80gb --trace azure.csv --scheduler continuous:chunk_size=512
+
+    With --json: the run's record; its `metrics` also stand at the top level.
+    """
+    _finish(execute("simulator", scenario), scenario)
+
+
+def compare(
+    ctx: typer.Context,
+    scenario: Scenario,
+    real: Annotated[str | None, typer.Argument(help="A measured run: id, beginning of an id, folder, or 'latest'.")] = None,
+    predicted: Annotated[str | None, typer.Argument(help="A predicted run.")] = None,
+    list_runs: Annotated[bool, typer.Option("--list", help="List the stored runs instead.")] = False,
+) -> None:
+    """Put a measured run beside its prediction, with the error of every metric.
+
+    Give two stored runs, or a scenario: then both are made, first for real, then predicted.
+
+    Examples:
+
+    twinfer compare --list
+
+    twinfer compare engine-1a2b simulator-3c4d --json
+
+    twinfer compare --model smollm2-135m --requests 8 --input-len 64 --output-len 32
+    """
+    from twinfer.core.compare import compare as join
+    from twinfer.core.errors import ConfigError
+    from twinfer.core.run_store import RunStore
+
+    store = RunStore(scenario.runs_dir)
+    if list_runs:
+        _list(store, scenario.as_json)
+        return
+    if real is not None:
+        if predicted is None:
+            raise ConfigError("PREDICTED", None, "one run cannot be compared", "give two runs, or --model for making both")
+        records = [store.load(real), store.load(predicted)]
+    else:
+        if scenario.model is None:
+            raise ConfigError("--model", None, "nothing to compare", "give two stored runs, or --model for making both")
+        records = []
+        for world in ("engine", "simulator"):
+            record = execute(world, scenario)
+            refuse_unserved(record)
+            _save(record, scenario)
+            if not record.complete:
+                raise typer.Exit(_STOPPED)
+            records.append(record)
+    joined = join(*records)
+    if scenario.as_json:
+        show.print_json(comparison_payload(joined, records))
+        return
+    show.print_table(show.comparison_table(joined))
+    for name, (a, b) in joined.settings.items():
+        print(f"differs: {name}: {a} / {b}")
+    for note in joined.notes:
+        print(f"note: {note}")
+
+
+def execute(world: str, scenario: Scenario) -> RunRecord:
+    """The scenario in one world, with progress, until it is done or Ctrl-C is pressed."""
+    from twinfer.core.errors import ConfigError
+
+    if scenario.model is None:
+        raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
+    config, workload = scenario.config(), scenario.workload()
+    if world == "engine":
+        from twinfer.core.runtime.run import run_engine as start
+    else:
+        from twinfer.simulator.run import simulate as start
+    label = "running" if world == "engine" else "simulating"
+    with show.interruptible() as should_stop, show.progress(label) as on_progress:
+        record: RunRecord = start(
+            config, workload, registry=scenario.session.registry, on_progress=on_progress, should_stop=should_stop
+        )
+    if scenario.name:
+        record.name = scenario.name
+    return record
+
+
+def payload(record: RunRecord, path: Path | None) -> dict[str, Any]:
+    """The JSON of `run` and `simulate`: the record without its rows, and its metrics at the top level too."""
+    from twinfer.core.run_files import record_head
+
+    return {**record.metrics, **record_head(record), "path": None if path is None else str(path)}
+
+
+def comparison_payload(joined: Any, records: list[RunRecord]) -> dict[str, Any]:
+    """The JSON of `compare`: `metrics` in the records' schema with both values, `error` with the errors alone."""
+    from twinfer.core.run_files import record_head
+
+    return {
+        "real": record_head(records[0]),
+        "predicted": record_head(records[1]),
+        "metrics": joined.nested("real", "predicted", "error"),
+        "error": joined.nested("error"),
+        "intervals": {p.name: {"band": p.interval, "inside": p.inside} for p in joined.pairs if p.interval is not None},
+        "settings": joined.settings,
+        "notes": joined.notes,
+    }
+
+
+def _finish(record: RunRecord, scenario: Scenario) -> None:
+    refuse_unserved(record)
+    path = _save(record, scenario)
+    if scenario.as_json:
+        show.print_json(payload(record, path))
+    else:
+        show.print_table(show.record_table(record))
+        for key, reason in record.reasons.items():
+            print(f"{key}: {reason}")
+        if path is not None:
+            print(f"saved as {record.id} in {path}")
+    if not record.complete:
+        raise typer.Exit(_STOPPED)
+
+
+def refuse_unserved(record: RunRecord) -> None:
+    """A run in which nothing could be served is the user's mistake, said as one."""
+    from twinfer.core.errors import RequestError
+
+    failed = [r for r in record.requests if r.reason in ("rejected", "capacity", "error")]
+    if failed and len(failed) == len(record.requests):
+        raise RequestError(f"no request could be served: {failed[0].detail}")
+    for request in failed[:3]:
+        show.note(f"request {request.request_id} was not served: {request.detail}")
+    if len(failed) > 3:
+        show.note(f"... and {len(failed) - 3} more")
+
+
+def _save(record: RunRecord, scenario: Scenario) -> Path | None:
+    from twinfer.core.run_store import RunStore
+
+    return RunStore(scenario.runs_dir).save(record) if scenario.save else None
+
+
+def _list(store: Any, as_json: bool) -> None:
+    summaries = store.list()
+    if as_json:
+        show.print_json([{name: getattr(s, name) for name in s.__dataclass_fields__} for s in summaries])
+    elif summaries:
+        show.print_table(show.runs_table(summaries))
+    else:
+        print(f"no runs in {store.root}; make one with `twinfer run` or `twinfer simulate`")

@@ -1,0 +1,236 @@
+"""How results look: JSON on stdout, tables for people, progress on stderr, Ctrl-C that keeps what is done.
+
+Invariants
+* Numbers keep a unit and three significant digits; what was not measured says so, it is never 0.
+* Progress is drawn only when stderr is a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from twinfer.core.compare import Comparison
+    from twinfer.core.records import RunRecord
+    from twinfer.core.run_store import RunSummary
+
+OnProgress = Callable[[int, int, Mapping[str, Any]], None]
+
+_LATENCIES = ("ttft", "tpot", "itl", "e2e")
+_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+_TITLES = {
+    "output_throughput": "output throughput", "total_throughput": "total throughput",
+    "request_throughput": "requests", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E",
+    "peak_kv_bytes": "peak KV", "kv_waste": "KV waste", "num_preemptions": "preemptions",
+    "duration": "duration", "prefix_cache_hit_rate": "prefix cache hits",
+}  # fmt: skip
+
+
+def print_json(value: Any) -> None:
+    """One document on stdout, without NaN or Infinity."""
+    from twinfer.core.run_files import plain
+
+    json.dump(plain(value), sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def print_table(table: Table) -> None:
+    from rich.console import Console
+
+    console = Console()
+    # a pipe has no width: let the widest row decide instead of cutting words
+    Console(width=None if console.is_terminal else 160).print(table)
+
+
+def note(text: str) -> None:
+    """A line for people, on stderr."""
+    print(text, file=sys.stderr)
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{number(value)} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units."""
+    if value is None:
+        return "not measured"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.4g} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def percent(value: float | None, signed: bool = False) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value * 100:+.1f} %" if signed else f"{value * 100:.1f} %"
+
+
+def metric(name: str, value: float | None) -> str:
+    """A metric of `core/records.py` with its unit; `name` may be dotted."""
+    head = name.partition(".")[0]
+    if head in _LATENCIES or head == "duration":
+        return seconds(value)
+    if head in ("output_throughput", "total_throughput"):
+        return "not measured" if value is None else f"{number(value)} tok/s"
+    if head == "request_throughput":
+        return "not measured" if value is None else f"{number(value)} /s"
+    if head == "peak_kv_bytes":
+        return size(value)
+    if head in ("kv_waste", "prefix_cache_hit_rate"):
+        return percent(value)
+    return number(value)
+
+
+def title(name: str) -> str:
+    head, _, statistic = name.partition(".")
+    return f"{_TITLES.get(head, head.replace('_', ' '))} {statistic}".strip()
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def new_table(caption: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=caption, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0)
+    return table
+
+
+def record_table(record: RunRecord) -> Table:
+    """Metrics of one run: single numbers first, then latencies with their percentiles."""
+    what = "predicted" if record.world == "simulator" else "measured"
+    config = record.config
+    caption = f"{config.get('model')} on {config.get('device')}, {what} ({record.id})"
+    table = new_table(caption, "", *_STATISTICS)
+    metrics = record.metrics
+    for name in ("output_throughput", "total_throughput", "request_throughput", "duration", "peak_kv_bytes",
+                 "kv_waste", "num_preemptions", "prefix_cache_hit_rate"):  # fmt: skip
+        band = record.intervals.get(name)
+        text = metric(name, metrics.get(name))
+        between = f"({metric(name, band[0])} to {metric(name, band[1])})" if band else ""
+        table.add_row(title(name), text, between)
+    for name in _LATENCIES:
+        values = metrics.get(name)
+        cells = [seconds(values[s]) for s in _STATISTICS] if values else ["not measured"]
+        table.add_row(title(name), *cells)
+    done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"
+    table.add_row("completed", done, "" if record.complete else "stopped early")
+    return table
+
+
+def comparison_table(comparison: Comparison, names: Sequence[str] | None = None) -> Table:
+    """Real, predicted and error per metric; `names` picks and orders them."""
+    from twinfer.core.compare import HEADLINE
+
+    table = new_table(f"{comparison.real_id} / {comparison.predicted_id}", "", "real", "predicted", "error", "80 % band")
+    for pair in comparison.pairs:
+        if pair.name.partition(".")[0] not in HEADLINE or (names is not None and pair.name not in names):
+            continue
+        band = pair.interval
+        table.add_row(
+            title(pair.name),
+            metric(pair.name, pair.real),
+            metric(pair.name, pair.predicted),
+            "" if pair.error is None else percent(pair.error, signed=True),
+            "" if band is None else f"{metric(pair.name, band[0])} to {metric(pair.name, band[1])}",
+        )
+    return table
+
+
+def runs_table(summaries: Sequence[RunSummary]) -> Table:
+    table = new_table("stored runs, newest first", "id", "world", "created", "model", "device", "techniques", "output")
+    for s in summaries:
+        if s.problem:
+            table.add_row(s.id, "damaged", "", s.problem)
+            continue
+        output = metric("output_throughput", s.metrics.get("output_throughput"))
+        techniques = f"{s.scheduler} + {s.kv_cache}"
+        table.add_row(s.id, s.world, s.created[:19], s.name or s.model, s.device, techniques, output)
+    return table
+
+
+# --- long runs --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[OnProgress]:
+    """A bar on stderr while requests finish; nothing where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, info: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[more]}"))  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None, more="")
+
+        def on_progress(done: int, total: int, info: Mapping[str, Any]) -> None:
+            more = " ".join(f"{k}={number(v)}" for k, v in info.items() if isinstance(v, int | float))
+            bar.update(task, completed=done, total=total, more=more)
+
+        yield on_progress
+
+
+class Interrupt:
+    """Ctrl-C as a question instead of an exception; the second one is an exception all the same."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        note("stopping after this step and keeping what is done; press Ctrl-C again to drop it")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """`should_stop` for a run: true once Ctrl-C was pressed."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = signal.signal(signal.SIGINT, interrupt._on_signal)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+__all__ = [
+    "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number", "percent",
+    "print_json", "print_table", "progress", "record_table", "runs_table", "seconds", "size", "title",
+]  # fmt: skip
