@@ -23,7 +23,7 @@ from twinfer.core.errors import ModelError
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
-KEPT_ARRAY = 4096  # longer arrays are represented by their length
+KEPT_ARRAY = 4096  # longer arrays are represented by their length, unless the caller wants them
 
 # ggml type -> (name, values per block, bytes per block)
 TYPES = {
@@ -63,13 +63,16 @@ class GGUFHeader:
     tensors: Mapping[str, TensorInfo]
 
 
-def read_gguf_header(path: str | Path) -> GGUFHeader:
-    """Metadata and tensors of the GGUF file at `path`; ModelError when it is missing, damaged or truncated."""
+def read_gguf_header(path: str | Path, kept_array: int = KEPT_ARRAY) -> GGUFHeader:
+    """Metadata and tensors of the GGUF file at `path`; ModelError when it is missing, damaged or truncated.
+
+    kept_array: longest array that is read in full.
+    """
     path = Path(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            return _Reader(file, path, size).header()
+            return _Reader(file, path, size, kept_array).header()
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror or error}); give the path of a GGUF file") from None
     except (struct.error, ValueError, OverflowError, MemoryError, RecursionError) as error:
@@ -77,8 +80,8 @@ def read_gguf_header(path: str | Path) -> GGUFHeader:
 
 
 class _Reader:
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
-        self.file, self.path, self.size = file, path, size
+    def __init__(self, file: BinaryIO, path: Path, size: int, kept_array: int) -> None:
+        self.file, self.path, self.size, self.kept_array = file, path, size, kept_array
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}; download the file again")
@@ -107,7 +110,7 @@ class _Reader:
         inner, count = self.number("<I"), self.number("<Q")
         if count > self.size:
             raise self.fail(f"damaged GGUF file (an array of {count} entries in a file of {self.size} bytes)")
-        if count <= KEPT_ARRAY:
+        if count <= self.kept_array:
             return [self.value(inner, depth + 1) for _ in range(count)]
         if inner in SCALARS:
             self.bytes(count * struct.calcsize(SCALARS[inner]))

@@ -275,7 +275,8 @@ def _experts(c: _Constants, t: int) -> list[Op]:
     return [
         router.op(t, act),
         Op(
-            "experts", "grouped_gemm", 2.0 * m * h * (up + width),
+            "experts",
+            "gemm", 2.0 * m * h * (up + width),
             touched * c.expert_bytes + m * (h + width) * act, m * (up + h) * act,
             model.linear_dtype or model.dtype, router.count, (m, up + width, h, max(1, round(touched))),
         ),

@@ -30,8 +30,8 @@ __all__ = [
 class Op:
     """One kernel-sized piece of work on one rank.
 
-    kind: gemm | grouped_gemm | attention | elementwise | gather | comm.
-    shape: gemm (m, n, k); grouped_gemm (m over all groups, n, k, groups used); attention (query heads, KV heads,
+    kind: gemm | attention | elementwise | gather | comm.
+    shape: gemm (m, n, k), or (m over all groups, n, k, groups used) for grouped ones (experts); attention (query heads, KV heads,
     qk width, v width, window or 0) and `rows`; elementwise and gather (rows, width); comm (ranks,).
     dtype: what the op computes in.
     rows: for attention, (queries, keys at the end) per row.

@@ -1,0 +1,185 @@
+"""A device as numbers: memory, bandwidth, peaks, link, price. Everything comes from JSON files.
+
+Invariants
+* Peaks are dense (no structured sparsity) and per device; link bandwidth is per direction and device.
+* Nothing about a device is written in code: a new one is a JSON file, shipped, in a plugin or the user's own.
+* Every file says where its numbers come from and of when they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from twinfer.core.dtypes import canonical_dtype
+from twinfer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twinfer.core.registry import Registry
+
+LOCAL = "local"
+"""Name of this machine's calibrated device."""
+
+
+class DeviceSpec(BaseModel):
+    """One accelerator, or one CPU machine.
+
+    memory_bytes: as the maker states it.  visible_bytes: what a process sees of it, where known.
+    memory_bandwidth, link_bandwidth: B/s.  peak_flops: FLOP/s by dtype.  price_per_hour: US$ per device.
+    runtime_bytes: taken by the driver context and libraries before a model is loaded.
+    graph_bytes: captured device graphs of a typical engine.
+    efficiency: what op-time models reach of the peaks (`plugins/op_time/roofline.py` names the fields).
+    calibration: tables measured on this device (`twinfer calibrate`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    kind: Literal["cpu", "gpu"]
+    memory_bytes: int = Field(gt=0)
+    visible_bytes: int | None = Field(default=None, gt=0)
+    memory_bandwidth: float = Field(gt=0)
+    peak_flops: dict[str, float]
+    link: str = ""
+    link_bandwidth: float | None = Field(default=None, gt=0)
+    tdp_watts: float | None = Field(default=None, gt=0)
+    price_per_hour: float | None = Field(default=None, ge=0)
+    price_source: str = ""
+    runtime_bytes: int = Field(default=0, ge=0)
+    graph_bytes: int = Field(default=0, ge=0)
+    efficiency: dict[str, Any] = Field(default_factory=dict)
+    efficiency_source: str = ""
+    calibration: dict[str, Any] = Field(default_factory=dict)
+    source: str
+    date: str
+    notes: str = ""
+
+    @field_validator("peak_flops")
+    @classmethod
+    def _peaks(cls, peaks: dict[str, float]) -> dict[str, float]:
+        if not peaks:
+            raise ValueError("needs the peak of at least one dtype")
+        for dtype, peak in peaks.items():
+            try:
+                known = canonical_dtype(dtype)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            if known != dtype:
+                raise ValueError(f"write {known!r} instead of {dtype!r}")
+            if not peak > 0:
+                raise ValueError(f"{dtype} must be positive")
+        return peaks
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a process can have: what it sees, or what the maker states."""
+        return self.visible_bytes or self.memory_bytes
+
+    def ridge(self, dtype: str = "bfloat16") -> float:
+        """FLOP per byte at which compute and memory take equally long; ConfigError for a dtype without a peak."""
+        if dtype not in self.peak_flops:
+            raise ConfigError("dtype", dtype, f"{self.name} has no peak for it", f"it has {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype] / self.memory_bandwidth
+
+
+def calibrated_path(root: str | Path | None = None) -> Path:
+    """Where `twinfer calibrate` stores this machine's device file (below the user's data folder)."""
+    if root is None:
+        from twinfer.core.run_store import default_root
+
+        root = default_root()
+    return Path(root) / "devices" / f"{LOCAL}.json"
+
+
+def device_files(registry: Registry | None = None) -> Mapping[str, Path]:
+    """Device files by name, in the order of registration; a name is the file's stem, the first one wins."""
+    return dict(_files(registry))
+
+
+def _files(registry: Registry | None) -> Iterator[tuple[str, Path]]:
+    if registry is None:
+        from twinfer.core.registry import default_registry
+
+        registry = default_registry()
+    seen: set[str] = set()
+    for item in registry.all("device"):
+        for path in sorted(Path(item.cls.path).glob("*.json")):
+            if path.stem not in seen:
+                seen.add(path.stem)
+                yield path.stem, path
+
+
+def all_devices(registry: Registry | None = None) -> list[DeviceSpec]:
+    """Every registered device, in order."""
+    return [read_device(path) for path in device_files(registry).values()]
+
+
+def load_device(
+    name_or_path: str | Path, registry: Registry | None = None, root: str | Path | None = None
+) -> DeviceSpec:
+    """A device by name, alias or path of a JSON file; "auto" is this machine.
+
+    "auto" is the calibrated file of this machine when there is one, else the generic `cpu`;
+    "local" insists on the calibrated one.  Raises ConfigError naming close matches for an unknown name.
+    """
+    text = str(name_or_path).strip()
+    local = calibrated_path(root)
+    if text in ("auto", LOCAL):
+        if local.is_file():
+            return read_device(local)
+        if text == LOCAL:
+            raise ConfigError("--device", text, "this machine is not calibrated", "run `twinfer calibrate` first")
+        text = "cpu"
+    files = device_files(registry)
+    key = text.lower()
+    if key in files:
+        return read_device(files[key])
+    path = Path(text).expanduser()
+    if path.is_file():
+        return read_device(path)
+    if path.suffix == ".json" or "/" in text:
+        raise ConfigError(
+            "--device", text, "no such file", "give the path of a device file, or a name `twinfer devices` lists"
+        )
+    aliases: dict[str, str] = {}
+    for name, file in files.items():
+        spec = read_device(file)
+        if key in spec.aliases:
+            return spec
+        aliases |= {alias: name for alias in spec.aliases}
+    close = get_close_matches(key, [*files, *aliases], n=2) or [name for name in files if key and key in name][:2]
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise ConfigError("--device", text, "no such device", f"{hint}known: auto, {', '.join(files)}; or give a JSON file")
+
+
+def read_device(path: str | Path) -> DeviceSpec:
+    """The device in a JSON file; ConfigError naming the file and the first field that is wrong."""
+    path = Path(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--device", str(path), f"cannot be read ({error.strerror})", "check the path") from None
+    except ValueError as error:
+        raise ConfigError("--device", str(path), f"is not a JSON file ({error})", "give a device file") from None
+    try:
+        return DeviceSpec.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        known = ", ".join(DeviceSpec.model_fields)
+        raise ConfigError("--device", str(path), f"{where}: {first['msg']}", f"fields: {known}") from None
+
+
+def write_device(spec: DeviceSpec, path: str | Path) -> Path:
+    """Store `spec` as JSON (replacing an older file in one move), readable by `read_device`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+    return path
