@@ -23,7 +23,7 @@ import tokenizers
 
 from twinfer.core.errors import ModelError, RequestError
 from twinfer.core.runtime.chat_template import render_chat
-from twinfer.core.runtime.gguf_tokenizer import build_bpe, read_gguf_metadata
+from twinfer.core.runtime.gguf_tokenizer import build_bpe, metadata_digest, read_metadata
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -142,10 +142,9 @@ def _from_directory(path: Path, converted: bool = False) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf_metadata(path)
-    values = metadata.values
+    values = read_metadata(path)
     tokens = values.get("tokenizer.ggml.tokens")
-    if not tokens:
+    if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{path}: holds no tokenizer; give a GGUF file of a language model, with its vocabulary")
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {
@@ -156,9 +155,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     eos = [values[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in values]
     if any(not 0 <= i < len(tokens) for i in [*ids.values(), *eos]):
         raise ModelError(f"{path}: a special token id lies outside the vocabulary of {len(tokens)}; download it again")
-    backend = build_bpe(values)
+    try:
+        backend = build_bpe(values)
+    except Exception as error:  # the package raises plain Exception for merges it cannot use
+        raise ModelError(f"{path}: damaged vocabulary ({error!r}); download the file again") from error
     if backend is None:
-        key = f"gguf-{metadata.digest}"
+        key = f"gguf-{metadata_digest(path)}"
         backend = _converted(path, key, lambda: _transformers(str(path.parent), gguf_file=path.name)).backend
     return Tokenizer(
         backend,

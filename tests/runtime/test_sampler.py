@@ -9,7 +9,8 @@ import torch
 
 from twinfer.core.params import SamplingParams
 from twinfer.core.request import Request
-from twinfer.core.runtime.sampler import SampleEntry, Sampler, uniform
+from twinfer.core.runtime.sampler import SampleEntry, Sampler
+from twinfer.core.seeds import draw
 
 VOCAB = 8
 # 99.9 % quantiles of chi-square by degrees of freedom (tables); draws are fixed by seeds, so this cannot flake.
@@ -88,7 +89,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, float]) -> None:
 
 
 def test_uniform_numbers_are_uniform_over_positions_and_over_seeds() -> None:
-    for numbers in ([uniform(7, i) for i in range(20_000)], [uniform(i, 7) for i in range(20_000)]):
+    for numbers in ([draw(7, i) for i in range(20_000)], [draw(i, 7) for i in range(20_000)]):
         assert all(0 <= u < 1 for u in numbers)
         counts = [0] * 8
         for u in numbers:
@@ -101,8 +102,8 @@ def test_uniform_numbers_are_uniform_over_positions_and_over_seeds() -> None:
 
 def test_neighbouring_keys_give_different_numbers() -> None:
     keys = {(s, p) for s in range(60) for p in range(60)} | {(2**63 - 1, 0), (2**63 - 1, 10**6)}
-    assert len({uniform(s, p) for s, p in keys}) == len(keys)
-    assert uniform(3, 5) == uniform(3, 5)
+    assert len({draw(s, p) for s, p in keys}) == len(keys)
+    assert draw(3, 5) == draw(3, 5)
 
 
 def test_top_k_and_top_p_ties_keep_the_smaller_ids() -> None:
