@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
-
 from twinfer.cli.session import Session
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from twinfer.core.config import Choice, EngineConfig
@@ -29,91 +28,127 @@ if TYPE_CHECKING:
 
 _MODEL, _TECHNIQUES, _LIMITS, _WORKLOAD, _RECORD = "Model and device", "Techniques", "Limits", "Workload", "Record"
 FLAG_KINDS = ("scheduler", "kv_cache", "attention", "quantizer", "workload")
-_CONFIG_FLAGS = {
-    "quantizer": "--quant", "kv_memory_bytes": "--kv-memory", "op_time": "--op-time",
-}  # fmt: skip
+_CONFIG_FLAGS = {"quantizer": "--quant"}
 
 
 def _scenario_options(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", rich_help_panel=_MODEL,
+            "--model",
+            "-m",
+            rich_help_panel=_MODEL,
             help="A name of `twinfer models`, a config.json, a directory, a GGUF file or a hub id.",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_MODEL, help="A name of `twinfer devices` or a device file; 'auto' is this machine."),
+        typer.Option(
+            rich_help_panel=_MODEL, help="A name of `twinfer devices` or a device file; 'auto' is this machine."
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Of weights and activations; 'auto'.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(rich_help_panel=_MODEL, help="Of weights and activations; 'auto'.")
+    ] = None,
     kv_dtype: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Of the KV cache; 'auto'.")] = None,
     num_devices: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Devices in all.")] = None,
     tp: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Tensor-parallel ranks.")] = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Scheduler, e.g. continuous:chunk_size=64."),
+        typer.Option(
+            rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Scheduler, e.g. continuous:chunk_size=64."
+        ),
     ] = None,
     kv_cache: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="KV cache, e.g. paged:block_size=32."),
+        typer.Option(
+            rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="KV cache, e.g. paged:block_size=32."
+        ),
     ] = None,
     attention: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Attention variant instead of the model's."),
+        typer.Option(
+            rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Attention variant instead of the model's."
+        ),
     ] = None,
     quant: Annotated[
-        str | None, typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Quantizer."),
+        str | None,
+        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Quantizer."),
     ] = None,
     op_time: Annotated[
         list[str] | None,
-        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME", help="Op-time model of the simulator; repeat for a chain."),
+        typer.Option(
+            rich_help_panel=_TECHNIQUES, metavar="NAME", help="Op-time model of the simulator; repeat for a chain."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(rich_help_panel=_LIMITS, help="Prompt plus output tokens of one request.")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Sequences in one step.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Tokens in one step.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(rich_help_panel=_LIMITS, help="Tokens in one step.")
+    ] = None,
     num_kv_blocks: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Blocks of the KV pool.")] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(rich_help_panel=_LIMITS, metavar="SIZE", help="Memory of the KV pool, e.g. 512MiB or 4GiB.")
+        str | None,
+        typer.Option(
+            "--kv-memory-bytes",
+            "--kv-memory",
+            rich_help_panel=_LIMITS,
+            metavar="SIZE",
+            help="Memory of the KV pool, e.g. 512MiB or 4GiB.",
+        ),
     ] = None,
     memory_fraction: Annotated[
         float | None, typer.Option(rich_help_panel=_LIMITS, help="Share of device memory to use, in (0, 1].")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option("--requests", "-n", rich_help_panel=_WORKLOAD, help="How many; 100, or all of a trace.")
+        int | None,
+        typer.Option("--requests", "-n", rich_help_panel=_WORKLOAD, help="How many; 100, or all of a trace."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf sends all at once.")
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf sends all at once."),
     ] = None,
     input_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of a prompt.")] = None,
     output_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of an answer.")] = None,
     lengths: Annotated[
-        str | None, typer.Option(rich_help_panel=_WORKLOAD, help="Distribution of lengths: fixed, uniform or lognormal.")
+        str | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Distribution of lengths: fixed, uniform or lognormal."),
     ] = None,
-    spread: Annotated[float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Its width, relative to the mean.")] = None,
+    spread: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Its width, relative to the mean.")
+    ] = None,
     shared_prefix: Annotated[
         int | None, typer.Option(rich_help_panel=_WORKLOAD, help="First tokens that prompts have in common.")
     ] = None,
-    num_prefixes: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Different shared prefixes.")] = None,
+    num_prefixes: Annotated[
+        int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Different shared prefixes.")
+    ] = None,
     trace: Annotated[
         str | None,
         typer.Option(rich_help_panel=_WORKLOAD, metavar="FILE", help="Azure CSV, Mooncake JSONL or prompts JSONL."),
     ] = None,
-    prompt: Annotated[list[str] | None, typer.Option(rich_help_panel=_WORKLOAD, help="A text to continue; repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(rich_help_panel=_WORKLOAD, help="A text to continue; repeatable.")
+    ] = None,
     too_long: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_WORKLOAD, help="Requests beyond the context: keep (they are rejected) or filter."),
+        typer.Option(
+            rich_help_panel=_WORKLOAD, help="Requests beyond the context: keep (they are rejected) or filter."
+        ),
     ] = None,
     workload: Annotated[
-        str | None, typer.Option(rich_help_panel=_WORKLOAD, metavar="NAME[:OPT=VAL,...]", help="Workload plugin to use.")
+        str | None,
+        typer.Option(rich_help_panel=_WORKLOAD, metavar="NAME[:OPT=VAL,...]", help="Workload plugin to use."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(rich_help_panel=_WORKLOAD, help="0 is greedy.")] = None,
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", rich_help_panel=_WORKLOAD, help="Let the model end its answers early.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Of lengths, arrivals and sampling.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Of lengths, arrivals and sampling.")
+    ] = None,
     name: Annotated[str, typer.Option(rich_help_panel=_RECORD, help="A name for the stored run.")] = "",
     save: Annotated[bool, typer.Option("--save/--no-save", rich_help_panel=_RECORD, help="Keep the run.")] = True,
     runs_dir: Annotated[
@@ -140,14 +175,19 @@ class Scenario:
 
     def config(self) -> EngineConfig:
         """The engine's configuration; raises ConfigError in the words of the command line."""
+        from twinfer.core.dtypes import canonical_dtype
+
         g = self.given
         fields = {k: g[k] for k in ("model", "device", "dtype", "kv_dtype", "num_devices", "tp", "max_model_len",
                                     "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "memory_fraction",
                                     "seed") if g[k] is not None}  # fmt: skip
+        fields |= {
+            k: canonical_dtype(fields[k], _flag(k)) for k in ("dtype", "kv_dtype") if fields.get(k, "auto") != "auto"
+        }
         if g["op_time"]:
             fields["op_time"] = tuple(g["op_time"])
         if g["kv_memory"] is not None:
-            fields["kv_memory_bytes"] = parse_size("--kv-memory", g["kv_memory"])
+            fields["kv_memory_bytes"] = parse_size("--kv-memory-bytes", g["kv_memory"])
         for kind, text in (("scheduler", g["scheduler"]), ("kv_cache", g["kv_cache"]), ("attention", g["attention"]),
                            ("quantizer", g["quant"])):  # fmt: skip
             choice = self._choice(kind, text)
@@ -210,7 +250,6 @@ class Scenario:
 def make_config(fields: dict[str, Any]) -> EngineConfig:
     """An EngineConfig; the first mistake becomes a ConfigError that names the flag."""
     from pydantic import ValidationError
-
     from twinfer.core.config import EngineConfig
     from twinfer.core.errors import ConfigError
 
@@ -219,9 +258,12 @@ def make_config(fields: dict[str, Any]) -> EngineConfig:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "configuration"
-        flag = _CONFIG_FLAGS.get(name, "--" + name.replace("_", "-"))
         message = first["msg"].lower()
-        raise ConfigError(flag, first.get("input"), message, "see `twinfer run --help`") from None
+        raise ConfigError(_flag(name), first.get("input"), message, "see `twinfer run --help`") from None
+
+
+def _flag(field_name: str) -> str:
+    return _CONFIG_FLAGS.get(field_name, "--" + field_name.replace("_", "-"))
 
 
 def parse_size(option: str, text: str) -> int:
@@ -298,7 +340,10 @@ def generated_params(session: Session) -> list[Any]:
                 rich_help_panel="Options of techniques", help="; ".join(texts),
             )  # fmt: skip
             parameter = inspect.Parameter(
-                f"{kind}__{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+                f"{kind}__{name}",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[str | None, option],
             )
             parameters.append(parameter)
 

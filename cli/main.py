@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
-
 from twinfer.cli import demo, facts, plugins, runs, serve
 from twinfer.cli.session import Session
+from typer.core import TyperGroup
 
 _GLOBAL_WITH_VALUE = ("-p", "--plugin-module", "--plugins-dir")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer keeps it in a private module
@@ -41,7 +40,7 @@ class Commands(TyperGroup):
 
             close = get_close_matches(args[0], list(self.commands), n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise typer.BadParameter(f"no such command {args[0]!r}; {hint}known: {', '.join(self.commands)}")
+            raise _UsageError(f"no such command {args[0]!r}; {hint}known: {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
 
 
@@ -71,11 +70,15 @@ def _global(
     ctx: typer.Context,
     plugin_module: Annotated[
         list[str] | None,
-        typer.Option("-p", "--plugin-module", metavar="MODULE", help="Load this Python module as a plugin; repeatable."),
+        typer.Option(
+            "-p", "--plugin-module", metavar="MODULE", help="Load this Python module as a plugin; repeatable."
+        ),
     ] = None,
     plugins_dir: Annotated[
         list[Path] | None,
-        typer.Option("--plugins-dir", metavar="DIR", help="Load every .py file of this folder as a plugin; repeatable."),
+        typer.Option(
+            "--plugins-dir", metavar="DIR", help="Load every .py file of this folder as a plugin; repeatable."
+        ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from twinfer.cli import show
 from twinfer.cli.session import Session
 
@@ -70,7 +69,9 @@ def describe(item: Any) -> dict[str, Any]:
     options = []
     for name, field in item.cls.Options.model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        options.append({"name": name, "type": str(field.annotation), "default": default, "description": field.description})
+        options.append(
+            {"name": name, "type": str(field.annotation), "default": default, "description": field.description}
+        )
     reasons = list(item.cls.why_not(Needs()))
     return {
         "name": item.name, "kind": item.kind, "plugin": item.plugin, "version": item.version, "source": item.source,
@@ -108,7 +109,9 @@ def write_plugin(name: str, directory: Path) -> list[Path]:
 
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(module):
-        raise ConfigError("NAME", name, "cannot name a plugin", "use lower-case words joined by '-', such as my-scheduler")
+        raise ConfigError(
+            "NAME", name, "cannot name a plugin", "use lower-case words joined by '-', such as my-scheduler"
+        )
     folder = directory / name
     if folder.exists():
         raise ConfigError("NAME", name, f"{folder} exists", "choose another name or --dir")
@@ -123,7 +126,9 @@ def write_plugin(name: str, directory: Path) -> list[Path]:
             path.write_text(Template(text).substitute(words), encoding="utf-8")
             written.append(path)
     except OSError as error:
-        raise ConfigError("--dir", str(directory), str(error.strerror).lower(), "give a folder you may write to") from error
+        raise ConfigError(
+            "--dir", str(directory), str(error.strerror).lower(), "give a folder you may write to"
+        ) from error
     return written
 
 
@@ -154,7 +159,9 @@ def check(
     items = [i for i in registry.all(_kind(kind)) if choice.name in (i.name, i.plugin)]
     if not items:
         if choice.name in registry.broken:
-            raise ConfigError("NAME", choice.name, f"failed to load ({registry.broken[choice.name]})", "repair the plugin")
+            raise ConfigError(
+                "NAME", choice.name, f"failed to load ({registry.broken[choice.name]})", "repair the plugin"
+            )
         names = sorted({i.name for i in registry.all()})
         raise ConfigError("NAME", choice.name, "no such technique or plugin", f"known: {', '.join(names)}")
     if choice.options and len(items) > 1:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
 from twinfer.cli import show
 from twinfer.cli.flags import Scenario, ScenarioCommand, takes_scenario
 
@@ -47,7 +46,7 @@ def simulate(ctx: typer.Context, scenario: Scenario) -> None:
 
     twinfer simulate --model llama-3.1-70b --device h100-sxm --num-devices 4 --tp 4 --rate inf --json
 
-    twinfer simulate --model qwen2.5-7b --device a100-80gb --trace azure.csv --scheduler continuous:chunk_size=512
+    twinfer simulate --model qwen2.5-7b --device a100-sxm-80gb --trace azure.csv --scheduler continuous:chunk_size=512
 
     With --json: the run's record; its `metrics` also stand at the top level.
     """
@@ -57,7 +56,9 @@ def simulate(ctx: typer.Context, scenario: Scenario) -> None:
 def compare(
     ctx: typer.Context,
     scenario: Scenario,
-    real: Annotated[str | None, typer.Argument(help="A measured run: id, beginning of an id, folder, or 'latest'.")] = None,
+    real: Annotated[
+        str | None, typer.Argument(help="A measured run: id, beginning of an id, folder, or 'latest'.")
+    ] = None,
     predicted: Annotated[str | None, typer.Argument(help="A predicted run.")] = None,
     list_runs: Annotated[bool, typer.Option("--list", help="List the stored runs instead.")] = False,
 ) -> None:
@@ -83,7 +84,9 @@ def compare(
         return
     if real is not None:
         if predicted is None:
-            raise ConfigError("PREDICTED", None, "one run cannot be compared", "give two runs, or --model for making both")
+            raise ConfigError(
+                "PREDICTED", None, "one run cannot be compared", "give two runs, or --model for making both"
+            )
         records = [store.load(real), store.load(predicted)]
     else:
         if scenario.model is None:

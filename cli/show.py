@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
-
     from twinfer.core.compare import Comparison
     from twinfer.core.records import RunRecord
     from twinfer.core.run_store import RunSummary
@@ -149,7 +148,9 @@ def comparison_table(comparison: Comparison, names: Sequence[str] | None = None)
     """Real, predicted and error per metric; `names` picks and orders them."""
     from twinfer.core.compare import HEADLINE
 
-    table = new_table(f"{comparison.real_id} / {comparison.predicted_id}", "", "real", "predicted", "error", "80 % band")
+    table = new_table(
+        f"{comparison.real_id} / {comparison.predicted_id}", "", "real", "predicted", "error", "80 % band"
+    )
     for pair in comparison.pairs:
         if pair.name.partition(".")[0] not in HEADLINE or (names is not None and pair.name not in names):
             continue
@@ -186,7 +187,14 @@ def progress(label: str) -> Iterator[OnProgress]:
         yield lambda done, total, info: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[more]}"))  # fmt: skip
