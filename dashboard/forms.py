@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,12 +36,16 @@ class OptionField:
     unit: str = ""
     group: str = ""
     help: str = ""
+    title: str = ""
 
     @property
     def label(self) -> str:
-        words = self.name.replace("_", " ")
+        words = self.title or self.name.replace("_", " ")
         words = words[:1].upper() + words[1:]
         return f"{words} ({self.unit})" if self.unit else words
+
+    def as_text(self, value: Any) -> str:
+        return "auto" if value is None else str(value)
 
 
 def fields_of(model: type[BaseModel]) -> list[OptionField]:
@@ -72,7 +77,7 @@ def _field(name: str, entry: Mapping[str, Any], defs: Mapping[str, Any], default
     kinds = {"boolean": "bool", "integer": "int", "number": "float", "string": "text"}
     kind = "choice" if "enum" in merged else kinds.get(str(merged.get("type")), "json")
     if kind == "bool" and nullable:
-        kind, merged["enum"] = "choice", [True, False]
+        kind, merged["enum"] = "choice", [True, False]  # three states do not fit a toggle
     step = 1 if kind == "int" else 0
     low, high = merged.get("minimum"), merged.get("maximum")
     if low is None and "exclusiveMinimum" in merged:
@@ -82,7 +87,7 @@ def _field(name: str, entry: Mapping[str, Any], defs: Mapping[str, Any], default
     return OptionField(
         name=name, kind=kind, default=default, minimum=low, maximum=high, choices=tuple(merged.get("enum", ())),
         nullable=nullable, unit=str(merged.get("unit", "")), group=str(merged.get("group", "")),
-        help=str(merged.get("description", "")),
+        help=str(merged.get("description", "")), title=str(merged.get("label", "")),
     )  # fmt: skip
 
 
@@ -92,10 +97,8 @@ def draw(field: OptionField, value: Any, key: str, changed: Changed) -> None:
     def report() -> None:
         new = st.session_state[key]
         if field.kind == "json":
-            try:
+            with contextlib.suppress(ValueError):  # else handed on as text; the option's own model says what is wrong
                 new = json.loads(new) if new else None
-            except ValueError:
-                pass  # handed on as text; the option's own model says what is wrong
         if new is None and not field.nullable:
             return
         changed(field.name, new)
@@ -109,7 +112,7 @@ def draw(field: OptionField, value: Any, key: str, changed: Changed) -> None:
         st.session_state[key] = value if value in options else options[0]
         st.selectbox(
             field.label, options, key=key, on_change=report, help=help_text,
-            format_func=lambda v: "auto" if v is None else str(v),
+            format_func=field.as_text,
         )  # fmt: skip
     elif field.kind in ("int", "float"):
         to = int if field.kind == "int" else float

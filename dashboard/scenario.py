@@ -41,17 +41,75 @@ class Scenario(BaseModel):
     kv_cache: Choice = Choice(name="paged")
     attention: Choice | None = None
     quantizer: Choice | None = None
-    max_num_seqs: int = Field(8, ge=1, le=4096)
-    max_num_batched_tokens: int = Field(512, ge=1, le=1_000_000)
-    num_kv_blocks: int = Field(0, ge=0, le=100_000_000)
-    max_model_len: int = Field(1024, ge=0, le=10_000_000)
-    num_requests: int = Field(16, ge=1, le=100_000)
-    rate: float = Field(0.0, ge=0, le=1e6)
-    input_len: int = Field(96, ge=1, le=1_000_000)
-    output_len: int = Field(32, ge=1, le=1_000_000)
-    spread: float = Field(0.5, ge=0, le=1)
-    shared_prefix: int = Field(0, ge=0, le=1_000_000)
-    seed: int = Field(0, ge=0, le=2**31 - 1)
+    max_num_seqs: int = Field(
+        8,
+        ge=1,
+        le=4096,
+        description="Most sequences that run in one step.",
+        json_schema_extra={"label": "Rows in a batch"},
+    )
+    max_num_batched_tokens: int = Field(
+        512,
+        ge=1,
+        le=1_000_000,
+        description="Most tokens fed in one step, prompts and answers together.",
+        json_schema_extra={"label": "Tokens per step"},
+    )
+    num_kv_blocks: int = Field(
+        0,
+        ge=0,
+        le=100_000_000,
+        description="Size of the KV pool; 0 derives it from the memory of the device.",
+        json_schema_extra={"label": "KV pool", "unit": "blocks"},
+    )
+    max_model_len: int = Field(
+        1024,
+        ge=0,
+        le=10_000_000,
+        description="Longest prompt plus answer; contiguous caches reserve all of it. 0 takes the longest request of the workload.",
+        json_schema_extra={"label": "Context", "unit": "tokens"},
+    )
+    num_requests: int = Field(
+        16, ge=1, le=100_000, description="How many requests are sent.", json_schema_extra={"label": "Requests"}
+    )
+    rate: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="Poisson arrivals; 0 sends all at once.",
+        json_schema_extra={"label": "Arrival rate", "unit": "req/s"},
+    )
+    input_len: int = Field(
+        96,
+        ge=1,
+        le=1_000_000,
+        description="Mean length of a prompt.",
+        json_schema_extra={"label": "Prompt length", "unit": "tokens"},
+    )
+    output_len: int = Field(
+        32,
+        ge=1,
+        le=1_000_000,
+        description="Mean length of an answer.",
+        json_schema_extra={"label": "Answer length", "unit": "tokens"},
+    )
+    spread: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Lengths are uniform on mean times 1 - spread to 1 + spread.",
+        json_schema_extra={"label": "Length spread"},
+    )
+    shared_prefix: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="First tokens that all prompts have in common, such as a system prompt.",
+        json_schema_extra={"label": "Shared prefix", "unit": "tokens"},
+    )
+    seed: int = Field(
+        0, ge=0, le=2**31 - 1, description="Same seed, same requests, same tokens.", json_schema_extra={"label": "Seed"}
+    )
     base_scheduler: Choice = Choice(name="static")
     base_kv_cache: Choice = Choice(name="contiguous")
     base_max_num_seqs: int = Field(0, ge=0, le=4096)

@@ -1,0 +1,322 @@
+"""Techniques: what does each technique give here, alone and together; predicted at once, measured on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+from pydantic import ValidationError
+from twinfer.core.compare import relative_error
+from twinfer.core.config import Choice
+from twinfer.core.errors import TwinferError
+from twinfer.core.technique import Needs
+from twinfer.dashboard import figures, parts, session
+from twinfer.dashboard.forms import option_form, with_option
+from twinfer.dashboard.pages import Page
+from twinfer.dashboard.quantities import BY_KEY, band_of, percent, value_of
+from twinfer.dashboard.resources import Prediction, Resources, explain, task_of
+from twinfer.dashboard.scenario import Combination, Scenario, combinations, interaction
+
+CARDS = ("output_throughput", "ttft.p50", "tpot.p50", "kv_waste")
+CHARTED = (
+    "output_throughput", "ttft.p50", "ttft.p95", "tpot.p50", "e2e.p50", "peak_kv_bytes", "kv_waste",
+    "prefix_cache_hit_rate",
+)  # fmt: skip
+KIND_WORDS = {"scheduler": "Scheduler", "kv_cache": "KV cache", "attention": "Attention", "quantizer": "Quantization"}
+
+
+class TechniquesPage(Page):
+    name = "techniques"
+    title = "Techniques"
+    group = "Explore"
+    summary = "Toggle techniques and see what each does to speed and memory, real and predicted"
+
+    def render(self, resources: Resources) -> None:
+        parts.heading("Techniques", "What does each technique give here, alone and together?")
+        parts.scenario_bar(resources)
+        results, controls = st.columns([7, 3], gap="medium")
+        with controls:
+            _controls(resources)
+        with results:
+            _results(resources)
+
+
+# --- controls -----------------------------------------------------------------------------------
+
+
+def _controls(resources: Resources) -> None:
+    with st.container(border=True, key="controls"):
+        st.subheader("Yours", anchor=False)
+        for kind in ("scheduler", "kv_cache"):
+            _technique(resources, kind)
+        for kind in ("attention", "quantizer"):
+            if resources.registry.names(kind):
+                _technique(resources, kind, optional=True)
+        left, right = st.columns(2)
+        with left:
+            parts.setting("max_num_seqs")
+        with right:
+            parts.setting("max_num_batched_tokens")
+        with st.expander("Memory limits", key="memory-limits"):
+            parts.setting("max_model_len")
+            parts.setting("num_kv_blocks")
+    with st.container(border=True, key="baseline"):
+        st.subheader("Baseline", anchor=False)
+        base = session.scenario().baseline()
+        st.markdown(parts.plain(base.techniques()))
+        st.caption(
+            f"{base.max_num_seqs} rows, {base.max_num_batched_tokens} tokens per step. Every change refers to it."
+        )
+        st.button(
+            "Pin yours as baseline",
+            icon=":material/keep:",
+            on_click=lambda: session.replace(session.scenario().pinned()),
+        )
+        if any(name.startswith("base_") for name in session.scenario().to_params()):
+            default = Scenario()
+            st.button(
+                f"Back to {default.baseline().techniques()}", type="tertiary", on_click=session.edit,
+                kwargs={n: getattr(default, n) for n in Scenario.model_fields if n.startswith("base_")},
+            )  # fmt: skip
+
+
+def _technique(resources: Resources, kind: str, optional: bool = False) -> None:
+    """Choice of one technique, its summary, why it may not serve, and its options from its own schema."""
+    choice: Choice | None = getattr(session.scenario(), kind)
+    names = resources.registry.names(kind)
+    key = f"w_{kind}"
+
+    def chosen() -> None:
+        name = st.session_state[key]
+        session.edit(**{kind: Choice(name=name) if name else None})
+
+    options = ([""] if optional else []) + names
+    current = choice.name if choice is not None else ""
+    if current not in options:
+        options = [*options, current]
+    st.session_state[key] = current
+    st.selectbox(
+        KIND_WORDS[kind], options, key=key, on_change=chosen,
+        format_func=lambda name: name or ("as the model" if kind == "attention" else "none"),
+    )  # fmt: skip
+    if choice is None:
+        return
+    try:
+        cls = resources.registry.get(kind, choice.name)
+    except TwinferError as error:
+        st.error(parts.plain(error))
+        return
+    st.caption(parts.plain(cls.summary))
+    for reason in _why_not(cls, session.scenario()):
+        st.warning(parts.plain(reason))
+    if cls.Options.model_fields:
+
+        def changed(name: str, value: Any) -> None:
+            now: Choice = getattr(session.scenario(), kind)
+            session.edit(**{kind: Choice(name=now.name, options=with_option(cls.Options, now.options, name, value))})
+
+        with st.expander(f"Options of {choice.name}", key=f"options-{kind}", expanded=bool(choice.options)):
+            option_form(cls.Options, choice.options, f"w_{kind}.{choice.name}", changed)
+
+
+def _why_not(cls: type[Any], scenario: Scenario) -> list[str]:
+    try:
+        from twinfer.core.catalog import resolve_spec
+
+        needs = Needs(world="simulator", device=scenario.device, model=resolve_spec(scenario.model))
+        return list(cls.why_not(needs))
+    except TwinferError:  # the model's own error is shown with the results
+        return []
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def _results(resources: Resources) -> None:
+    scenario = session.scenario()
+    parts_of_it = combinations(scenario, resources.registry)
+    predictions = {c.label: resources.predict(c.scenario) for c in parts_of_it}
+    measured = _measured(resources)
+    yours, base = scenario.key(), scenario.baseline().key()
+    mine = resources.predict(scenario)
+
+    parts.job_panel(resources)
+    _run_bar(resources, parts_of_it, predictions, busy=_busy(resources))
+    if mine.problem:
+        st.error(parts.plain(mine.problem))
+        st.caption(
+            "Nothing is predicted for this scenario until that is changed. Back in the browser undoes the last edit."
+        )
+    _cards(
+        resources,
+        mine,
+        measured.get(yours),
+        resources.predict(scenario.baseline()),
+        measured.get(base),
+        same=yours == base,
+    )
+    if mine.partial:
+        st.warning(
+            "The quick prediction was cut after "
+            f"{mine.seconds:.0f} s; its numbers cover the requests finished by then. Predict in the background for all of them."
+        )
+    _charts(parts_of_it, predictions, measured)
+
+
+def _busy(resources: Resources) -> bool:
+    job = resources.jobs.get(session.view("job") or "")
+    return job is not None and not job.over
+
+
+def _measured(resources: Resources) -> dict[str, Mapping[str, Any]]:
+    """Scenario key -> metrics of its newest measurement in the store."""
+    stored = {summary.id: summary for summary in resources.store.list() if not summary.problem}
+    found = resources.jobs.results("engine")
+    return {key: stored[record].metrics for key, record in found.items() if record in stored}
+
+
+def _cards(
+    resources: Resources,
+    mine: Prediction,
+    real: Mapping[str, Any] | None,
+    base: Prediction,
+    base_real: Mapping[str, Any] | None,
+    same: bool,
+) -> None:
+    with st.container(horizontal=True, key="cards"):
+        for key in CARDS:
+            quantity = BY_KEY[key]
+            guess = None if mine.record is None else value_of(mine.record.metrics, key)
+            got = None if real is None else value_of(real, key)
+            with st.container(width=225):
+                parts.card(
+                    quantity,
+                    predicted=guess,
+                    band=None if mine.record is None else band_of(mine.record.intervals, key),
+                    measured=got,
+                    base_predicted=None if base.record is None or same else value_of(base.record.metrics, key),
+                    base_measured=None if base_real is None or same else value_of(base_real, key),
+                    error=relative_error(got, guess),
+                )
+
+
+def _run_bar(
+    resources: Resources, found: Sequence[Combination], predictions: Mapping[str, Prediction], busy: bool
+) -> None:
+    why = resources.why_not_real(session.scenario())
+    own = resources.predict(session.scenario())
+    times = [p.record.metrics.get("duration") for p in predictions.values() if p.record is not None and not p.partial]
+    known = [t for t in times if t is not None]
+    mine = None if own.record is None or own.partial else own.record.metrics.get("duration")
+    with st.container(horizontal=True, vertical_alignment="center", key="run-bar"):
+        st.button(
+            "Run for real", type="primary", icon=":material/play_arrow:", key="run", disabled=busy or bool(why or own.problem),
+            on_click=_start, args=(resources, [_own(found)], "Yours, real and predicted"), shortcut="Ctrl+Enter",
+            help=why or "Measures this configuration on this machine and stores its prediction beside it (Ctrl+Enter)",
+        )  # fmt: skip
+        if len(found) > 1:
+            st.button(
+                f"Run all {len(found)} for real", icon=":material/playlist_play:", key="run-all",
+                disabled=busy or bool(why or own.problem), on_click=_start,
+                args=(resources, list(found), f"All {len(found)} combinations, real and predicted"),
+                help=why or "Measures every combination of the chart, one after the other",
+            )  # fmt: skip
+        st.button(
+            "Predict and store", icon=":material/query_stats:", key="run-predicted", disabled=busy or bool(own.problem),
+            on_click=_start, args=(resources, [_own(found)], "Yours, predicted"), kwargs={"worlds": ("simulator",)},
+            help="Runs the whole prediction in the background and stores its record",
+        )  # fmt: skip
+        if why:
+            st.caption(f"Predictions only: {parts.plain(why)}.")
+        elif mine is not None:
+            everything = f", all about {parts.duration(sum(known))}" if len(found) > 1 and known else ""
+            st.caption(f"Yours takes about {parts.duration(mine)} here{everything}, plus loading.")
+
+
+def _own(found: Sequence[Combination]) -> Combination:
+    scenario = session.scenario()
+    return next((c for c in found if c.scenario.key() == scenario.key()), Combination("Yours", scenario, "all"))
+
+
+def _start(
+    resources: Resources, found: Sequence[Combination], title: str, worlds: Sequence[str] = ("simulator", "engine")
+) -> None:
+    tasks = []
+    try:
+        for combination in found:
+            label = combination.scenario.techniques()
+            tasks += [task_of(combination.scenario, world, label) for world in worlds]
+    except (TwinferError, ValidationError) as error:
+        st.session_state.problems = [explain(error)]
+        return
+    session.show(job=resources.jobs.start(tasks, f"{title}: {session.scenario().model}"))
+
+
+def _charts(
+    found: Sequence[Combination],
+    predictions: Mapping[str, Prediction],
+    measured: Mapping[str, Mapping[str, Any]],
+) -> None:
+    chosen = session.view("metric")
+    key = chosen if chosen in CHARTED else CHARTED[0]
+    st.session_state.w_metric = key
+
+    def changed() -> None:
+        picked = st.session_state.w_metric
+        session.show(metric=None if picked == CHARTED[0] else picked)
+
+    st.subheader("Each technique alone and together", anchor=False)
+    st.selectbox(
+        "Metric", CHARTED, key="w_metric", on_change=changed, format_func=lambda k: BY_KEY[k].title, width=280,
+        label_visibility="collapsed",
+    )  # fmt: skip
+    quantity = BY_KEY[key]
+    bars = []
+    for combination in found:
+        prediction = predictions[combination.label]
+        real = measured.get(combination.scenario.key())
+        record = None if prediction.partial else prediction.record
+        bars.append(
+            figures.Bar(
+                label=combination.label,
+                predicted=None if record is None else value_of(record.metrics, key),
+                band=None if record is None else band_of(record.intervals, key),
+                measured=None if real is None else value_of(real, key),
+                baseline=combination.role == "baseline",
+                note="cannot run" if prediction.problem else "cut short" if prediction.partial else "",
+            )
+        )
+    for combination in found:
+        if predictions[combination.label].problem and combination.scenario.key() != session.scenario().key():
+            st.caption(f"{parts.plain(combination.label)}: {parts.plain(predictions[combination.label].problem)}")
+    parts.show(figures.technique_bars(bars, quantity), "techniques")
+    if len(bars) < 2:
+        st.info("Yours equals the baseline. Choose another scheduler, KV cache or limit to see what it changes.")
+        return
+    if quantity.better and any(b.baseline and (b.predicted or b.measured) for b in bars):
+        st.subheader("Change against the baseline", anchor=False)
+        parts.show(figures.change_bars(bars, quantity), "changes")
+        st.caption(_interaction(found, bars))
+
+
+def _interaction(found: Sequence[Combination], bars: Sequence[figures.Bar]) -> str:
+    """Whether the techniques help or hinder each other, in words."""
+    base = next((b for b in bars if b.baseline), None)
+    together = next((b for c, b in zip(found, bars, strict=True) if c.role == "all"), None)
+    alone = [b for c, b in zip(found, bars, strict=True) if c.role == "alone"]
+    if base is None or together is None or not alone:
+        return "Yours differs from the baseline in one thing; there is no interaction to show."
+    real = all(b.measured is not None for b in (base, together, *alone))
+    world = "measured" if real else "predicted"
+    effect = interaction(getattr(base, world), [getattr(b, world) for b in alone], getattr(together, world))
+    if effect is None:
+        return "The interaction is not known: some combination has no value."
+    if abs(effect) < 0.01:
+        return f"Interaction ({world}): the effects multiply; together they give what they promise alone."
+    return (
+        f"Interaction ({world}): together the value is {percent(effect)} off what the effects alone would multiply to."
+    )
+
+
+__all__ = ["TechniquesPage"]

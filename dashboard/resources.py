@@ -1,0 +1,140 @@
+"""What all tabs of one server share: the registry, the stored runs, the jobs, and quick predictions.
+
+Invariants
+* A prediction made here is `simulator.run.simulate`, the same function the command line calls.
+* It runs in the page's script, so it has a deadline; a cut prediction says so and is never shown as whole.
+* Results are kept by scenario key in a bounded cache.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+from twinfer.core.compare import Comparison
+from twinfer.core.compare import compare as compare_records
+from twinfer.core.errors import TwinferError
+from twinfer.core.records import RunRecord
+from twinfer.core.registry import Registry
+from twinfer.core.run_store import RunStore
+from twinfer.dashboard.jobs import JobManager, Task
+from twinfer.dashboard.scenario import Scenario
+
+DEADLINE = 2.0  # seconds one quick prediction may take
+KEPT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A quick prediction: a record, or the reason why there is none. `partial`: cut at the deadline."""
+
+    record: RunRecord | None = None
+    problem: str = ""
+    partial: bool = False
+    seconds: float = 0.0
+
+
+def explain(error: Exception) -> str:
+    """One line for people: typed errors and validation errors name what to change, others say they are ours."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if isinstance(error, TwinferError):
+        return str(error)
+    return f"internal error, please report it ({type(error).__name__}: {error})"
+
+
+@dataclass(slots=True)
+class Resources:
+    """Shared by every session of a server; made once by `app.py`."""
+
+    registry: Registry
+    store: RunStore
+    jobs: JobManager
+    _known: OrderedDict[str, Prediction] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _records: OrderedDict[tuple[str, int], RunRecord] = field(default_factory=OrderedDict)
+
+    @classmethod
+    def make(
+        cls, runs_dir: str | Path | None = None, plugins: Sequence[str] = (), plugin_dirs: Sequence[str | Path] = ()
+    ) -> Resources:
+        store = RunStore(runs_dir)
+        return cls(Registry(plugins, plugin_dirs), store, JobManager(store.root, plugins, plugin_dirs))
+
+    def predict(self, scenario: Scenario) -> Prediction:
+        """The simulator's answer for a scenario, at once."""
+        key = scenario.key()
+        with self._lock:  # one at a time: two tabs would only slow each other down
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+            found = self._predict(scenario)
+            self._known[key] = found
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+            return found
+
+    def _predict(self, scenario: Scenario) -> Prediction:
+        began = time.monotonic()
+        try:
+            from twinfer.simulator.run import simulate
+
+            record = simulate(
+                scenario.config(), scenario.workload(), registry=self.registry,
+                should_stop=lambda: time.monotonic() - began > DEADLINE,
+            )  # fmt: skip
+        except Exception as error:  # shown on the page; the page and its other numbers stay
+            if not isinstance(error, TwinferError | ValidationError):
+                print(f"prediction failed: {type(error).__name__}: {error}", file=sys.stderr)
+            return Prediction(problem=explain(error), seconds=time.monotonic() - began)
+        return Prediction(record=record, partial=not record.complete, seconds=time.monotonic() - began)
+
+    def load(self, run: str) -> RunRecord:
+        """A stored record; read again only when its file changed. Raises TwinferError."""
+        path = self.store.find(run) / "record.json"
+        try:
+            stamp = path.stat().st_mtime_ns
+        except OSError:
+            stamp = 0
+        with self._lock:
+            if (run, stamp) in self._records:
+                return self._records[run, stamp]
+        record = self.store.load(run)
+        with self._lock:
+            self._records[run, stamp] = record
+            while len(self._records) > 24:
+                self._records.popitem(last=False)
+        return record
+
+    def why_not_real(self, scenario: Scenario) -> str:
+        """Why this scenario cannot be run for real on this machine; empty when it can."""
+        from twinfer.core.catalog import locate_weights
+
+        try:
+            if locate_weights(scenario.model) is None:
+                return f"the weights of {scenario.model} are not on this machine"
+        except TwinferError as error:
+            return str(error)
+        if scenario.device != "auto":
+            return f"the device is {scenario.device}; choose this machine to measure"
+        return ""
+
+
+def task_of(scenario: Scenario, world: str, label: str) -> Task:
+    """A scenario as a task of a job. Raises TwinferError or ValidationError."""
+    return Task(
+        world=world, label=label, config=scenario.config().model_dump(mode="json"),
+        workload=scenario.workload().plain(), scenario=scenario.to_params(), key=scenario.key(),
+    )  # fmt: skip
+
+
+def compared(measured: RunRecord, predicted: RunRecord) -> Comparison:
+    """`core.compare.compare`, named here so that pages need no second path."""
+    return compare_records(measured, predicted)
