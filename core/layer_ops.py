@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinfer.core.dtypes import dtype_bytes
@@ -126,9 +127,8 @@ def _make_constants(model: ModelSpec, tp: int) -> _Constants:
     )  # fmt: skip
 
 
-def _mla_linears(m: MLASpec, linear: type[_Linear] | object, heads: int, h: int) -> tuple[_Linear, ...]:
+def _mla_linears(m: MLASpec, linear: Callable[[str, int, int], _Linear], heads: int, h: int) -> tuple[_Linear, ...]:
     qk = m.qk_nope_head_dim + m.qk_rope_head_dim
-    assert callable(linear)
     query = (
         (linear("q_down_proj", m.q_lora_rank, h), linear("q_up_proj", heads * qk, m.q_lora_rank))
         if m.q_lora_rank

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SHORTEST_CONTEXT = 2048  # tokens that a suggested change must make room for when no length was asked for
+INT4_BITS = 4 + 16 / 128  # a float16 scale per 128 weights
 LOGIT_COPIES = 2  # float32 logits and the probabilities made of them
 
 
@@ -149,7 +150,8 @@ def memory_budget(
     when known; without `max_model_len` the context is the least of it, the model's and what the pool holds.
     Raises ConfigError when the pool would be smaller than one request, or a pinned size cannot exist.
     """
-    spec = spec.with_dtypes(config.dtype, config.kv_dtype)
+    # a quantizer may have chosen the KV format; without one, an unadapted spec is fine too
+    spec = spec.with_dtypes(config.dtype, "auto" if config.quantizer else config.kv_dtype)
     _check_tp(spec, config.tp)
     sizes = _sizes(spec, config, device_memory_bytes, runtime_bytes, graph_bytes)
     reasons: dict[str, str] = {}
@@ -372,8 +374,8 @@ def fixes_for(
         found.append(Fix(f"--max-model-len {shorter}", f"instead of {wanted}", 3))
     if spec.block_bits > 8:
         consider("--quant fp8", 4, replace(spec, weight_bits=8.0), config)
-    if spec.block_bits > 4.25:
-        consider("--quant int4", 5, replace(spec, weight_bits=4.25), config)
+    if spec.block_bits > INT4_BITS:
+        consider("--quant int4", 5, replace(spec, weight_bits=INT4_BITS), config)
     for factor, cost in ((2, 7), (4, 8), (8, 9)):
         tp = config.tp * factor
         if spec.num_heads % tp == 0 and not any(fix.change.startswith("--tp") for fix in found):

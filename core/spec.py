@@ -61,8 +61,8 @@ class ModelSpec:
     query_scale: what query-key products are multiplied by, None for head_dim ** -0.5.
     norm_plus_one: norms multiply by 1 + weight (Hugging Face layout; GGUF files store 1 + weight).
     dtype: of activations, embeddings, head and norms, and of linears unless `weight_bits` says otherwise.
-    weight_bits: stored bits per weight of the block linears, scales included (4.25 for int4 with fp16 scales
-    per 128), None for `dtype`.  other_weight_bits: the same of embeddings, head and norms, which quantizers
+    weight_bits: stored bits per weight of the block linears, scales included (4.125 for int4 with a float16
+    scale per 128), None for `dtype`.  other_weight_bits: the same of embeddings, head and norms, which quantizers
     usually leave alone.
     linear_dtype: what the block linears compute in, "" for `dtype` (weight-only formats compute in `dtype`).
     kv_scale_bytes: bytes of scales that the KV format stores per token, KV head and K or V vector.

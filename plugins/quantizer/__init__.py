@@ -1,0 +1,13 @@
+"""Built-in weight and KV formats."""
+
+from twinfer.core.hookspecs import Register, hookimpl
+from twinfer.plugins.quantizer.fp8 import FP8
+from twinfer.plugins.quantizer.int4 import Int4
+from twinfer.plugins.quantizer.int8 import Int8
+from twinfer.plugins.quantizer.kv_formats import KVFP8, KVInt4, KVInt8
+
+
+@hookimpl
+def register_quantizer(register: Register) -> None:
+    for technique in (FP8, Int8, Int4, KVFP8, KVInt8, KVInt4):
+        register(technique)
