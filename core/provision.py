@@ -1,0 +1,81 @@
+"""From a configuration, a model and a device to a Setup: where every "auto" is decided, once for both worlds.
+
+Invariants
+* Engine and simulator call `provision` with the same arguments and get equal limits and pools.
+* `Setup.config` comes back with the decisions filled in (dtype, KV dtype, context, blocks); `Setup.reasons` says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.device import DeviceSpec
+from twinfer.core.dtypes import canonical_dtype
+from twinfer.core.memory import budget_on
+from twinfer.core.policy import Limits
+from twinfer.core.registry import Registry
+from twinfer.core.setup import Setup, adapt_model, resolve
+from twinfer.core.spec import ModelSpec
+from twinfer.core.technique import Needs
+
+CPU_KV_BYTES = 4 * 2**30
+"""KV pool on a CPU unless asked otherwise: its memory belongs to everything else that runs there, too."""
+
+
+def provision(
+    config: EngineConfig,
+    spec: ModelSpec,
+    registry: Registry,
+    device: DeviceSpec,
+    *,
+    world: str,
+    max_request_tokens: int | None = None,
+) -> Setup:
+    """The Setup of `config` for `spec` on `device`.
+
+    world: "engine" or "simulator" (techniques may refuse one of them).  max_request_tokens: longest prompt plus
+    output of the workload, when it is known.  Raises ConfigError for what cannot work or does not fit.
+    """
+    reasons: dict[str, str] = {}
+    dtype = canonical_dtype(config.dtype) if config.dtype != "auto" else spec.dtype
+    if config.dtype == "auto":
+        reasons["dtype"] = f"{dtype}: the checkpoint's"
+        if device.kind == "cpu":
+            dtype = "float32"
+            reasons["dtype"] = "float32: every CPU computes it natively"
+    if config.kv_dtype != "auto":
+        config = config.model_copy(update={"kv_dtype": canonical_dtype(config.kv_dtype, "kv_dtype")})
+    config = config.model_copy(update={"dtype": dtype})
+    needs = Needs(world=world, device="cpu" if device.kind == "cpu" else "cuda", dtype=dtype)
+    model, _ = adapt_model(config, spec, registry, needs)
+
+    length = config.max_model_len or min(model.max_context, max_request_tokens or model.max_context)
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max(2, length),
+    )  # fmt: skip
+    block_size = registry.build("kv_cache", config.kv_cache).block_size(limits)
+    adapted = config.model_copy(update={"dtype": "auto", "kv_dtype": "auto"})  # `model` has them already
+    budget = budget_on(model, device, adapted, block_size=block_size, max_request_tokens=max_request_tokens)
+    kv_bytes = budget.kv_bytes
+    pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
+    capped = device.kind == "cpu" and not pinned and kv_bytes > CPU_KV_BYTES
+    if capped and block_size * budget.kv_bytes_per_token <= CPU_KV_BYTES:
+        kv_bytes = float(CPU_KV_BYTES)
+    setup = resolve(
+        config.model_copy(update={"max_model_len": budget.max_model_len}),
+        spec, registry, kv_bytes, needs, max_request_tokens,
+    )  # fmt: skip
+    reasons = {**setup.reasons, **budget.reasons, **reasons}
+    if kv_bytes != budget.kv_bytes:
+        reasons["num_kv_blocks"] = (
+            f"{setup.limits.num_blocks}: {CPU_KV_BYTES / 2**30:.0f} GiB, the default on a CPU "
+            "(--kv-memory-bytes changes it)"
+        )
+    if config.kv_dtype == "auto":
+        reasons["kv_dtype"] = f"{setup.model.kv_dtype}: as the activations, or as the quantizer stores it"
+    decided = setup.config.model_copy(
+        update={"num_kv_blocks": setup.limits.num_blocks, "kv_dtype": setup.model.kv_dtype}
+    )
+    return replace(setup, config=decided, reasons=reasons)
