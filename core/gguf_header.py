@@ -40,7 +40,7 @@ TYPES = {
 class Length(NamedTuple):
     """Stands for an array that was skipped."""
 
-    count: int
+    num_entries: int
 
 
 class TensorInfo(NamedTuple):
