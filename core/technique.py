@@ -57,7 +57,7 @@ class Technique:
     Options: ClassVar[type[BaseModel]] = Options
 
     def __init__(self, options: Any = None) -> None:
-        self.options = options if options is not None else type(self).Options()
+        self.options: Any = options if options is not None else type(self).Options()
 
     @classmethod
     def why_not(cls, needs: Needs) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from twinfer.core import hookspecs, policy, technique
 from twinfer.core.hookspecs import hookspec
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 PURE = frozenset({
-    "__init__", "audit", "blocks", "catalog", "compare", "config", "core", "device", "errors", "events", "executor", "hookspecs",
-    "layer_ops", "ledger", "loop", "memory", "params", "plan", "planner", "policy", "records", "recorder", "registry", "request",
-    "seeds", "setup", "spec", "technique", "work", "workload",
+    "__init__", "audit", "blocks", "catalog", "compare", "config", "core", "device", "dtypes", "errors",
+    "events", "executor", "gguf_header", "hf_config", "hookspecs", "idle", "layer_ops", "ledger", "loop",
+    "measured", "memory", "op_time", "params", "plan", "planner", "policy", "recorder", "records", "registry",
+    "request", "seeds", "setup", "spec", "technique", "work", "workload",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
 
