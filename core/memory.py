@@ -17,21 +17,22 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from twinfer.core.config import EngineConfig
-from twinfer.core.dtypes import dtype_bits, dtype_bytes
+from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.errors import ConfigError
+from twinfer.core.memory_fixes import Fix, does_not_fit, fixes_for
+from twinfer.core.memory_parts import Sizes, activation_bytes, blocks_for, gib, sizes_of
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
 
-GIB = 2**30
+__all__ = ["Fix", "MemoryBudget", "activation_bytes", "blocks_for", "budget_on", "fixes_for", "memory_budget"]
+
 SHORTEST_CONTEXT = 2048  # tokens that a suggested change must make room for when no length was asked for
-INT4_BITS = 4 + 16 / 128  # a float16 scale per 128 weights
-LOGIT_COPIES = 2  # float32 logits and the probabilities made of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,46 +93,6 @@ class MemoryBudget:
         return [*parts, ("unused", self.device_memory_bytes - sum(size for _, size in parts))]
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """A change that makes the model fit; `cost` orders them (0 costs nothing, 9 costs devices)."""
-
-    change: str
-    effect: str
-    cost: int
-
-    def __str__(self) -> str:
-        return f"{self.change} ({self.effect})"
-
-
-def blocks_for(lengths: Sequence[int], block_size: int) -> int:
-    """KV blocks that hold sequences of these lengths (tokens), each in whole blocks of its own."""
-    return sum(-(-length // block_size) for length in lengths)
-
-
-def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:
-    """Peak of activations of one step on one rank: the widest layer over all tokens, and the logits of all rows.
-
-    Live at the widest point: the residual and a normed copy, plus either q, k, v and the attention output
-    or the two halves of the gated MLP and their product (for MoE: those of every chosen expert and its output).
-    """
-    act = dtype_bytes(spec.dtype)
-    heads = -(-spec.num_heads // tp)
-    attention = heads * (spec.head_dim + spec.v_dim) + spec.kv_heads_per_rank(tp) * (spec.head_dim + spec.v_dim)
-    if spec.mla is not None:
-        attention = heads * 2 * (spec.head_dim + spec.v_dim) + spec.mla.kv_lora_rank
-    matrices = 3 if spec.gated_mlp else 2
-    mlp = matrices * -(-spec.intermediate_size // tp)
-    if spec.moe is not None:
-        moe = spec.moe
-        shared = moe.num_shared * (moe.shared_intermediate_size or moe.intermediate_size)
-        wide = moe.top_k * (matrices * -(-moe.intermediate_size // tp) + spec.hidden_size)
-        mlp = max(mlp if moe.first_dense_layers else 0, wide + matrices * -(-shared // tp))
-    per_token = (2 * spec.hidden_size + max(attention, mlp)) * act
-    logits = max_num_seqs * -(-spec.vocab_size // tp) * dtype_bytes("float32") * LOGIT_COPIES
-    return int(max_num_batched_tokens * per_token + logits)
-
-
 def memory_budget(
     spec: ModelSpec,
     device_memory_bytes: int,
@@ -153,7 +114,7 @@ def memory_budget(
     # a quantizer may have chosen the KV format; without one, an unadapted spec is fine too
     spec = spec.with_dtypes(config.dtype, "auto" if config.quantizer else config.kv_dtype)
     _check_tp(spec, config.tp)
-    sizes = _sizes(spec, config, device_memory_bytes, runtime_bytes, graph_bytes)
+    sizes = sizes_of(spec, config, device_memory_bytes, runtime_bytes, graph_bytes)
     reasons: dict[str, str] = {}
     per_block = block_size * sizes.per_token
     available, num_blocks = _pool(config, sizes, per_block, block_size, device_memory_bytes, reasons)
@@ -173,14 +134,14 @@ def memory_budget(
     if num_blocks < 1 or slots < wanted:
         if config.max_model_len is None and max_request_tokens is None:
             wanted = min(spec.max_context, SHORTEST_CONTEXT)
-        raise _does_not_fit(
+        raise does_not_fit(
             spec, config, sizes, device_memory_bytes, runtime_bytes, graph_bytes, block_size, slots, wanted
         )
     per_request = blocks_for([wanted], block_size)
     expected = (
         num_blocks * len(expected_lengths) / blocks_for(expected_lengths, block_size) if expected_lengths else None
     )
-    equations = _equations(spec, config, sizes, device_memory_bytes, block_size, available, reasons)
+    equations = _equations(spec, config, sizes, device_memory_bytes, block_size)
     equations["worst_case_concurrency"] = f"{num_blocks} / {per_request}"
     if expected is not None:
         equations["expected_concurrency"] = (
@@ -212,28 +173,8 @@ def budget_on(
     )  # fmt: skip
 
 
-# --- parts --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    weights: int
-    activations: int
-    fixed: int  # runtime and graphs
-    per_token: float
-    left: float  # of the budget, for KV; negative when even the rest does not fit
-
-
-def _sizes(spec: ModelSpec, config: EngineConfig, memory: int, runtime: int, graphs: int) -> _Sizes:
-    weights = int(spec.weight_bytes(config.tp))
-    active = activation_bytes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.tp)
-    fixed = runtime + graphs
-    left = memory * config.memory_fraction - weights - active - fixed
-    return _Sizes(weights, active, fixed, spec.kv_bytes_per_token(tp=config.tp), left)
-
-
 def _pool(
-    config: EngineConfig, sizes: _Sizes, per_block: float, block_size: int, memory: int, reasons: dict[str, str]
+    config: EngineConfig, sizes: Sizes, per_block: float, block_size: int, memory: int, reasons: dict[str, str]
 ) -> tuple[float, int]:
     """(bytes for KV, blocks), pinned by the configuration or derived."""
     room = memory - sizes.weights - sizes.fixed
@@ -242,7 +183,7 @@ def _pool(
         if size > room:
             raise ConfigError(
                 "--num-kv-blocks", config.num_kv_blocks,
-                f"blocks of {block_size} tokens take {_gib(size)}, weights and runtime leave {_gib(room)}",
+                f"blocks of {block_size} tokens take {gib(size)}, weights and runtime leave {gib(room)}",
                 f"use at most {max(0, int(room // per_block))}",
             )  # fmt: skip
         reasons["num_kv_blocks"] = f"{config.num_kv_blocks}: pinned"
@@ -250,14 +191,14 @@ def _pool(
     if config.kv_memory_bytes is not None:
         if config.kv_memory_bytes > room:
             raise ConfigError(
-                "--kv-memory-bytes", config.kv_memory_bytes, f"weights and runtime leave {_gib(room)} of {_gib(memory)}",
+                "--kv-memory-bytes", config.kv_memory_bytes, f"weights and runtime leave {gib(room)} of {gib(memory)}",
                 f"use at most {max(0, int(room))}",
             )  # fmt: skip
         reasons["num_kv_blocks"] = f"from kv_memory_bytes={config.kv_memory_bytes}"
         return float(config.kv_memory_bytes), int(config.kv_memory_bytes // per_block)
     left = max(0.0, sizes.left)
     blocks = int(left // per_block)
-    reasons["num_kv_blocks"] = f"{blocks}: {_gib(left)} left for KV / ({block_size} tokens x {sizes.per_token:g} B)"
+    reasons["num_kv_blocks"] = f"{blocks}: {gib(left)} left for KV / ({block_size} tokens x {sizes.per_token:g} B)"
     return left, blocks
 
 
@@ -270,10 +211,8 @@ def _check_tp(spec: ModelSpec, tp: int) -> None:
         )  # fmt: skip
 
 
-def _equations(
-    spec: ModelSpec, config: EngineConfig, sizes: _Sizes, memory: int, block_size: int, available: float,
-    reasons: Mapping[str, str],
-) -> dict[str, str]:  # fmt: skip
+def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int, block_size: int) -> dict[str, str]:
+    """Arithmetic of the budget's numbers, by their names; kept free of names so that anyone can evaluate it."""
     kv = dtype_bytes(spec.kv_dtype)
     if spec.mla is not None:
         values = f"({spec.mla.kv_lora_rank} + {spec.mla.qk_rope_head_dim}) * {kv!r}"
@@ -301,87 +240,3 @@ def _equations(
         "bytes_per_block": f"{block_size} * {sizes.per_token!r}",
         "num_blocks": blocks,
     }
-
-
-# --- what would make it fit ---------------------------------------------------------------------
-
-
-def _does_not_fit(
-    spec: ModelSpec, config: EngineConfig, sizes: _Sizes, memory: int, runtime: int, graphs: int, block_size: int,
-    slots: int, wanted: int,
-) -> ConfigError:  # fmt: skip
-    request = (
-        f"one request of {wanted} tokens needs {_gib(blocks_for([wanted], block_size) * block_size * sizes.per_token)}"
-    )
-    if config.num_kv_blocks is not None:
-        return ConfigError(
-            "--num-kv-blocks", config.num_kv_blocks, f"the pool holds {slots} tokens and {request}",
-            f"use at least {blocks_for([wanted], block_size)} or --max-model-len {max(slots, 2)}",
-        )  # fmt: skip
-    if config.kv_memory_bytes is not None:
-        least = int(-(-(blocks_for([wanted], block_size) * block_size * sizes.per_token) // 1))
-        return ConfigError(
-            "--kv-memory-bytes", config.kv_memory_bytes, f"the pool holds {slots} tokens and {request}",
-            f"use at least {least}" + (f" or --max-model-len {slots}" if slots >= 2 else ""),
-        )  # fmt: skip
-    fixes = fixes_for(
-        spec, config, memory, runtime_bytes=runtime, graph_bytes=graphs, block_size=block_size, wanted=wanted
-    )
-    taken = (
-        f"weights take {_gib(sizes.weights)}, activations {_gib(sizes.activations)}, runtime and graphs "
-        f"{_gib(sizes.fixed)} of {_gib(memory * config.memory_fraction)}"
-    )
-    option, value = ("--max-model-len", wanted) if config.max_model_len else ("--model", spec.name)
-    problem = f"{request}, {_gib(max(0.0, sizes.left))} is left for KV ({taken})"
-    return ConfigError(
-        option, value, problem,
-        "try " + ", or ".join(map(str, fixes)) if fixes else "no single change makes it fit; use a device with more memory",
-    )  # fmt: skip
-
-
-def fixes_for(
-    spec: ModelSpec,
-    config: EngineConfig,
-    device_memory_bytes: int,
-    *,
-    runtime_bytes: int = 0,
-    graph_bytes: int = 0,
-    block_size: int = 16,
-    wanted: int | None = None,
-) -> list[Fix]:
-    """Single changes with which one request of `wanted` tokens fits, cheapest first; each is computed, none assumed."""
-    wanted = wanted or config.max_model_len or spec.max_context
-
-    def slots(s: ModelSpec, c: EngineConfig) -> int:
-        sizes = _sizes(s, c, device_memory_bytes, runtime_bytes, graph_bytes)
-        return int(max(0.0, sizes.left) // (block_size * sizes.per_token)) * block_size
-
-    found: list[Fix] = []
-
-    def consider(change: str, cost: int, s: ModelSpec, c: EngineConfig) -> None:
-        held = slots(s, c)
-        if held >= wanted:
-            found.append(Fix(change, f"then {held} tokens fit", cost))
-
-    if config.memory_fraction < 0.95:
-        consider("--memory-fraction 0.95", 0, spec, config.model_copy(update={"memory_fraction": 0.95}))
-    if config.max_num_batched_tokens > 512:
-        consider("--max-num-batched-tokens 512", 1, spec, config.model_copy(update={"max_num_batched_tokens": 512}))
-    if dtype_bits(spec.kv_dtype) > 8:
-        consider("--kv-dtype fp8", 2, replace(spec, kv_dtype="fp8", kv_scale_bytes=0.0), config)
-    shorter = slots(spec, config)
-    if 2 <= shorter < wanted:
-        found.append(Fix(f"--max-model-len {shorter}", f"instead of {wanted}", 3))
-    if spec.block_bits > 8:
-        consider("--quant fp8", 4, replace(spec, weight_bits=8.0), config)
-    if spec.block_bits > INT4_BITS:
-        consider("--quant int4", 5, replace(spec, weight_bits=INT4_BITS), config)
-    for factor, cost in ((2, 7), (4, 8), (8, 9)):
-        tp = config.tp * factor
-        if spec.num_heads % tp == 0 and not any(fix.change.startswith("--tp") for fix in found):
-            consider(f"--tp {tp}", cost, spec, config.model_copy(update={"tp": tp}))
-    return sorted(found, key=lambda fix: fix.cost)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"

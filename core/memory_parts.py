@@ -1,0 +1,69 @@
+"""Sizes that a memory budget is made of: activations, KV blocks, what is fixed and what is left.
+
+Invariants
+* Bytes of one tensor-parallel rank; functions of the spec and the configuration alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.dtypes import dtype_bytes
+from twinfer.core.spec import ModelSpec
+
+GIB = 2**30
+LOGIT_COPIES = 2  # float32 logits and the probabilities made of them
+
+
+def blocks_for(lengths: Sequence[int], block_size: int) -> int:
+    """KV blocks that hold sequences of these lengths (tokens), each in whole blocks of its own."""
+    return sum(-(-length // block_size) for length in lengths)
+
+
+def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:
+    """Peak of activations of one step on one rank: the widest layer over all tokens, and the logits of all rows.
+
+    Live at the widest point: the residual and a normed copy, plus either q, k, v and the attention output
+    or the two halves of the gated MLP and their product (for MoE: those of every chosen expert and its output).
+    """
+    act = dtype_bytes(spec.dtype)
+    heads = -(-spec.num_heads // tp)
+    attention = heads * (spec.head_dim + spec.v_dim) + spec.kv_heads_per_rank(tp) * (spec.head_dim + spec.v_dim)
+    if spec.mla is not None:
+        attention = heads * 2 * (spec.head_dim + spec.v_dim) + spec.mla.kv_lora_rank
+    matrices = 3 if spec.gated_mlp else 2
+    mlp = matrices * -(-spec.intermediate_size // tp)
+    if spec.moe is not None:
+        moe = spec.moe
+        shared = moe.num_shared * (moe.shared_intermediate_size or moe.intermediate_size)
+        wide = moe.top_k * (matrices * -(-moe.intermediate_size // tp) + spec.hidden_size)
+        mlp = max(mlp if moe.first_dense_layers else 0, wide + matrices * -(-shared // tp))
+    per_token = (2 * spec.hidden_size + max(attention, mlp)) * act
+    logits = max_num_seqs * -(-spec.vocab_size // tp) * dtype_bytes("float32") * LOGIT_COPIES
+    return int(max_num_batched_tokens * per_token + logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """One rank's memory before the KV pool is cut into blocks, in bytes; `per_token`: KV of one token."""
+
+    weights: int
+    activations: int
+    fixed: int  # runtime and graphs
+    per_token: float
+    left: float  # of the budget, for KV; negative when even the rest does not fit
+
+
+def sizes_of(spec: ModelSpec, config: EngineConfig, memory: int, runtime: int, graphs: int) -> Sizes:
+    """Sizes of `spec` on one of `config.tp` ranks with `memory` bytes of device memory."""
+    weights = int(spec.weight_bytes(config.tp))
+    active = activation_bytes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.tp)
+    fixed = runtime + graphs
+    left = memory * config.memory_fraction - weights - active - fixed
+    return Sizes(weights, active, fixed, spec.kv_bytes_per_token(tp=config.tp), left)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
