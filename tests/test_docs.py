@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -129,27 +130,34 @@ def test_the_plugin_of_the_document_works_as_written(plugins_md: str, tmp_path: 
     assert record.config["scheduler"]["options"] == {"patience": 2}
 
 
+WIDE = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
+GLOBAL_OPTIONS = ("-p", "--plugins-dir")
+
+
 def commands(text: str) -> list[list[str]]:
-    """`twinfer ...` command lines of the shell blocks, continuation lines joined, comments dropped."""
-    lines = "\n".join(blocks(text, "(?:sh|bash)")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.split()[:1] == ["twinfer"]]
+    """[command, words...] of the `twinfer` lines in shell blocks: continuation lines joined, comments dropped."""
+    found = []
+    for line in "\n".join(blocks(text, "(?:sh|bash)")).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["twinfer"]:
+            while words[1] in GLOBAL_OPTIONS:
+                del words[1:3]
+            found.append(words[1:])
+    return found
 
 
 def test_readme_commands_and_options_exist(root: Path) -> None:
     """Each command's options are in its own --help."""
     found = commands((root / "README.md").read_text())
-    assert {command[1] for command in found} >= {"simulate", "run", "compare", "memory"}
+    assert {command[0] for command in found} >= {"simulate", "run", "compare", "memory"}
     twinfer = str(Path(sys.executable).with_name("twinfer"))
     helps: dict[str, str] = {}
     for command in found:
-        name = command[1]
+        name = command[0]
         if name not in helps:
             done = subprocess.run([twinfer, name, "--help"], capture_output=True, text=True, env=WIDE)
             assert done.returncode == 0, f"twinfer {name}: {done.stderr}"
             helps[name] = done.stdout
-        for word in command[2:]:
+        for word in command[1:]:
             if word.startswith("--"):
                 assert re.search(rf"(?<![\w-]){word.split('=')[0]}(?![\w-])", helps[name]), f"twinfer {name} {word}"
-
-
-WIDE = {"COLUMNS": "200", "TERM": "dumb", "PATH": "/usr/bin:/bin"}
