@@ -292,4 +292,7 @@ def memory_answer(
         answer["note"] = f"{plain.name} was made for {plain.max_context} tokens, {context} were asked for"
     answer["equation"] = f"kv_bytes = {equations['kv_bytes']}"
     answer["equations"] = equations
-    return answer
+    return {
+        k: int(v) if isinstance(v, float) and k.endswith(("_bytes", "_token")) and v.is_integer() else v
+        for k, v in answer.items()
+    }

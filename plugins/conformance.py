@@ -58,11 +58,16 @@ class Traffic:
     seed: int
 
     @classmethod
-    def random(cls, seed: int, tight: bool, prefix: str = "r") -> Traffic:
-        """`tight` pools hold little more than one request; others hold all. Ids begin with `prefix`."""
+    def random(cls, seed: int, tight: bool, prefix: str = "r", kv_cache: Any = None) -> Traffic:
+        """`tight` pools hold little more than one request; others hold all. Ids begin with `prefix`.
+
+        Block size and pool suit `kv_cache`, or are random.
+        """
         rng = random.Random(seed)
         block_size = rng.choice((1, 2, 4, 8, 16))
         max_len = rng.choice((12, 32, 64))
+        if kv_cache is not None:
+            block_size = kv_cache.block_size(Limits(max_model_len=max_len))
         num = rng.randint(1, 8)
         shared = [rng.randrange(1000) for _ in range(max_len // 2)]
         requests, aborts = [], {}
@@ -222,12 +227,16 @@ class _Kit:
         choice = Choice(name=cls.name, options=dict(self.options))
         return cls(validate_options(cls.name, choice, cls.Options))
 
+    def traffic(self, seed: int, tight: bool, prefix: str = "r") -> Traffic:
+        """The script of `seed`."""
+        return Traffic.random(seed, tight, prefix)
+
     def parts(self, traffic: Traffic) -> tuple[Any, Any]:
         """(scheduler, kv_cache) to play `traffic` with."""
         raise NotImplementedError
 
     def play(self, seed: int, tight: bool, prefix: str = "r", checks_policy: bool = False) -> Played:
-        traffic = Traffic.random(seed, tight, prefix)
+        traffic = self.traffic(seed, tight, prefix)
         player = Player(traffic, *self.parts(traffic), where=type(self).technique.name)
         player.checks_policy = checks_policy
         return player.play()
@@ -243,7 +252,7 @@ class _Kit:
 
     def test_every_request_is_served_when_memory_is_ample(self) -> None:
         for seed in self.seeds:
-            traffic = Traffic.random(seed, tight=False)
+            traffic = self.traffic(seed, tight=False)
             endings = self.play(seed, tight=False).endings
             for request in traffic.requests:
                 for index in range(request.params.n):
@@ -253,7 +262,7 @@ class _Kit:
 
     def test_every_request_ends_when_memory_is_short(self) -> None:
         for seed in self.seeds:
-            traffic = Traffic.random(seed, tight=True)
+            traffic = self.traffic(seed, tight=True)
             endings = self.play(seed, tight=True).endings
             for request in traffic.requests:
                 require((request.id, 0) in endings, f"{self.technique.name}, seed {seed}: {request.id} never ended")
@@ -286,7 +295,7 @@ class SchedulerKit(_Kit):
         from twinfer.plugins.kv_cache.contiguous import Contiguous
 
         for seed in self.seeds:
-            traffic = Traffic.random(seed, tight=True)
+            traffic = Traffic.random(seed, tight=True, kv_cache=Contiguous())
             played = Player(traffic, self.build(), Contiguous(), f"{self.technique.name} on contiguous").play()
             missing = [r.id for r in traffic.requests if (r.id, 0) not in played.endings]
             require(not missing, f"{self.technique.name} on contiguous, seed {seed}: {missing} never ended")
@@ -294,6 +303,9 @@ class SchedulerKit(_Kit):
 
 class KVCacheKit(_Kit):
     """Contract of `twinfer.core.policy.KVCache`."""
+
+    def traffic(self, seed: int, tight: bool, prefix: str = "r") -> Traffic:
+        return Traffic.random(seed, tight, prefix, kv_cache=self.build())
 
     def parts(self, traffic: Traffic) -> tuple[Any, Any]:
         from twinfer.plugins.scheduler.continuous import Continuous

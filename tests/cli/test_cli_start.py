@@ -1,0 +1,139 @@
+"""The command line itself: fast help, global options, and errors that are one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from twinfer.cli import main as cli_main
+
+COMMANDS = ("run", "simulate", "compare", "memory", "calibrate", "plugins", "models", "devices", "dashboard", "demo")
+HEAVY = ("torch", "transformers", "streamlit", "pyarrow", "numpy", "pandas", "plotly", "simpy", "pydantic")
+
+
+def modules_after(code: str) -> set[str]:
+    """Heavy modules that a fresh process holds after `code`."""
+    tail = f"\nimport sys; print('MODULES', *[m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("MODULES")[2].split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Asserted on modules, since a clock depends on the machine: what is not imported takes no time."""
+    assert modules_after("from twinfer.cli.main import main; assert main(['--help']) == 0") == set()
+
+
+def test_importing_twinfer_imports_nothing_heavy() -> None:
+    assert modules_after("import twinfer") == set()
+
+
+def test_importtime_of_twinfer_shows_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import twinfer"], capture_output=True, text=True)
+    assert done.returncode == 0 and "twinfer" in done.stderr
+    assert "torch" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["simulate", "run", "memory", "plugins"])
+def test_help_of_a_command_imports_no_torch(command: str) -> None:
+    heavy = modules_after(f"from twinfer.cli.main import main; assert main([{command!r}, '--help']) == 0")
+    assert heavy <= {"pydantic"}
+
+
+def test_console_script_runs() -> None:
+    script = Path(sys.executable).with_name("twinfer")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("twinfer ")
+
+
+def test_help_names_every_command(cli: Callable) -> None:
+    for args in ((), ("--help",), ("-h",)):
+        ran = cli(*args)
+        assert ran.code == 0 and all(command in ran.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_json(cli: Callable, command: str) -> None:
+    ran = cli(command, "--help")
+    assert ran.code == 0
+    assert f"twinfer {command}" in ran.out.replace("Usage: twinfer " + command, "")
+    assert "--json" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("frobnicate",), ("'frobnicate'", "known: run")),
+        (("simualte",), ("did you mean 'simulate'",)),
+        (("simulate", "--modle", "x"), ("--modle", "--model")),
+        (("simulate",), ("--model",)),
+        (("simulate", "--model"), ("--model",)),
+        (("memory",), ("--model",)),
+        (("memory", "--model", "llama-2-7b", "--batch", "many"), ("--batch", "integer")),
+        (("memory", "--model", "llama-2-7b", "extra"), ("extra",)),
+        (("--nonsense",), ("--nonsense",)),
+        (("-p",), ("-p",)),
+    ],
+)
+def test_mistakes_in_the_command_line(cli: Callable, args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    cli(*args).is_error(*words)
+
+
+def test_a_plugin_that_does_not_load_is_an_error_wherever_the_option_stands(cli: Callable, tmp_path: Path) -> None:
+    cli("-p", "no_such_module", "plugins").is_error("no_such_module", "cannot be imported")
+    cli("plugins", "-p", "no_such_module").is_error("no_such_module")
+    cli("plugins", f"--plugins-dir={tmp_path / 'none'}").is_error("no such folder")
+    (tmp_path / "broken.py").write_text("import nothing_like_this")
+    cli("--plugins-dir", tmp_path, "plugins").is_error("broken.py", "fails to load")
+
+
+def test_errors_are_one_line_even_when_the_message_is_not(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinfer.core.errors import TwinferError
+
+    def broken(**_: object) -> None:
+        raise TwinferError("first\nsecond")
+
+    monkeypatch.setattr(cli_main, "app", broken)
+    cli("anything").is_error("first second")
+
+
+def test_bugs_are_not_hidden(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a user's mistakes are one line; a bug keeps its traceback."""
+
+    def broken(**_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli_main, "app", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli("anything")
+
+
+COMMAND_PLUGIN = """
+import typer
+from typing import Annotated
+from twinfer import Technique, hookimpl
+
+class Hello(Technique):
+    name = "hello"
+    summary = "Says hello."
+
+    @staticmethod
+    def run(who: Annotated[str, typer.Option(help="Whom.")] = "you") -> None:
+        print(f"hello {who}")
+
+@hookimpl
+def register_cli_command(register):
+    register(Hello)
+"""
+
+
+def test_plugins_add_commands(cli: Callable, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(COMMAND_PLUGIN)
+    cli("hello").is_error("'hello'")
+    ran = cli("--plugins-dir", tmp_path, "hello", "--who", "world")
+    assert (ran.code, ran.out) == (0, "hello world\n")
+    assert "Says hello." in cli("--plugins-dir", tmp_path, "hello", "--help").out
