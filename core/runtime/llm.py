@@ -1,0 +1,414 @@
+"""The public face of the engine: prompts in, texts out.
+
+    with LLM("smollm2-135m") as llm:
+        for result in llm.generate(["Hello", "Good morning"], SamplingParams(max_tokens=16)):
+            print(result.outputs[0].text)
+        for delta in llm.stream("Once upon a time"):
+            print(delta.text, end="")
+
+Invariants
+* One thread calls; `abort` may come from any thread. Nothing computes unless a call is waiting for outputs.
+* Everything that can be known to be wrong with a request is said before anything runs, for all prompts of a call.
+* `text`, `token_ids` and `logprobs` of an output describe the same tokens (`text.py` has the rule for stops).
+* Joined deltas of a stream are the output that `generate` gives for the same request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.errors import ConfigError, RequestError
+from twinfer.core.events import Abort, Finished, Output, Rejected, Submit, TokenDelta
+from twinfer.core.params import SamplingParams
+from twinfer.core.registry import Registry
+from twinfer.core.request import Request
+from twinfer.core.runtime.loading import Engine, load_engine
+from twinfer.core.runtime.pull_driver import PullDriver
+from twinfer.core.runtime.stop_strings import text_stream
+
+Prompt = str | Sequence[int]
+LogProbs = Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample.
+
+    finish_reason: stop | length | abort | capacity | error.  stop_reason: the stop string or the id that ended
+    it.  detail: what to change, for the last two reasons.  logprobs: one table a token, when they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogProbs, ...] | None
+    finish_reason: str
+    stop_reason: str | int | None = None
+    detail: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All samples of one prompt. `prompt` is None when it was given as ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """News of one sample: ids that came, text that has become certain (it may lag behind the ids).
+
+    `finish_reason` is None until the last delta of the sample.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogProbs, ...]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class LLM:
+    """A model that answers prompts.
+
+    model: spec name with weights here, directory, GGUF file or hub id.  registry: plugins to choose from.
+    options: fields of `EngineConfig` (`scheduler="continuous:chunk=64"`, `kv_cache="paged"`, `dtype`,
+    `max_model_len`, `max_num_seqs`, `num_kv_blocks`, `seed`, ...).
+    Raises ConfigError and ModelError.
+    """
+
+    def __init__(self, model: str, *, registry: Registry | None = None, **options: Any) -> None:
+        self._engine = load_engine(engine_config(str(model), options), registry)
+        self._driver = PullDriver(self._engine.build_core(), self._engine.executor, self._engine.registry.hook)
+        self._live: dict[str, _Collector] = {}
+        self._number = 0
+        self._closed = False
+
+    @classmethod
+    def of(cls, engine: Engine) -> LLM:
+        """An LLM on an engine that was loaded elsewhere; closing the LLM closes the engine."""
+        llm = cls.__new__(cls)
+        llm._engine = engine
+        llm._driver = PullDriver(engine.build_core(), engine.executor, engine.registry.hook)
+        llm._live, llm._number, llm._closed = {}, 0, False
+        return llm
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration with every "auto" decided; the reasons are in `reasons`."""
+        return self._engine.setup.config
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        return self._engine.setup.reasons
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    # --- asking ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts, which run together.
+
+        prompts: a text, a list of token ids, or a list of either.  params: for all prompts, or one each.
+        Raises RequestError naming the prompt that cannot be served; then nothing has run.
+        """
+        asked = self._requests(_as_list(prompts), params, priority)
+        collectors = [self._start(request, prompt) for request, prompt in asked]
+        try:
+            while not all(c.done for c in collectors):
+                self._poll()
+        except BaseException:
+            self._give_up(collectors)
+            raise
+        return [self._take(c) for c in collectors]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, written as the model's chat template says.
+
+        messages: one conversation (mappings with "role" and "content") or a list of them.
+        Raises RequestError for a model without a template and for messages it refuses.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        return self.generate([self._engine.tokenizer.encode_chat(c) for c in conversations], params, priority=priority)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Generator[StreamDelta, None, None]:
+        """Deltas of one prompt as they come. The request starts at once; closing the generator aborts it."""
+        return self._deltas(self.submit(prompt, params, priority=priority))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> str:
+        """Queue one prompt and return its id, for `result`, `deltas` and `abort`. It runs while others wait."""
+        ((request, text),) = self._requests([prompt], params, priority)
+        self._start(request, text)
+        return request.id
+
+    def result(self, request_id: str) -> RequestOutput:
+        """Wait for a submitted request. Its id is then forgotten. RequestError for an unknown id."""
+        collector = self._find(request_id)
+        while not collector.done:
+            self._poll()
+        return self._take(collector)
+
+    def deltas(self, request_id: str) -> Generator[StreamDelta, None, None]:
+        """What a submitted request has said and will say. Closing the generator aborts it."""
+        self._find(request_id)
+        return self._deltas(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, from any thread: it finishes with reason "abort". Unknown and finished ids are no error."""
+        if not self._closed:
+            self._driver.put(Abort(request_id))
+
+    def step(self) -> bool:
+        """Run until something is said; False when there is nothing to do. For loops that wait for many requests."""
+        return self._poll(must_progress=False)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model and the KV cache; calling it twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._live.clear()
+            self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, priority: int
+    ) -> list[tuple[Request, str | None]]:
+        self._check_open()
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+            if len(each) != len(prompts):
+                raise RequestError(f"{len(each)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
+        asked = []
+        for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+            where = "the prompt" if len(prompts) == 1 else f"prompt {i}"
+            if not isinstance(sampling, SamplingParams):
+                raise RequestError(f"params of {where}: {sampling!r} is no SamplingParams")
+            ids = self._ids(prompt, where)
+            request = Request(
+                id=f"req-{self._number + len(asked)}", prompt=ids, params=sampling, priority=priority,
+                arrival=self._driver.clock(), eos_token_ids=self._engine.eos_token_ids,
+            )  # fmt: skip
+            asked.append((request, prompt if isinstance(prompt, str) else None))
+        self._number += len(asked)
+        return asked
+
+    def _ids(self, prompt: Prompt, where: str) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            ids = tuple(self._engine.tokenizer.encode(prompt))
+        elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt):
+            ids = tuple(prompt)
+        else:
+            raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or a list of token ids")
+        limits = self._engine.setup.limits
+        vocab = self._engine.setup.model.vocab_size
+        if not ids:
+            raise RequestError(f"{where} is empty; give at least one token")
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise RequestError(f"{where} has the token id {wrong}; ids of this model are 0 to {vocab - 1}")
+        if len(ids) >= limits.max_model_len:
+            raise RequestError(
+                f"{where} has {len(ids)} tokens, which leaves no room for an answer in max_model_len="
+                f"{limits.max_model_len}; shorten it or raise max_model_len"
+            )
+        return ids
+
+    def _start(self, request: Request, prompt: str | None) -> _Collector:
+        collector = _Collector(self._engine, request, prompt)
+        self._live[request.id] = collector
+        self._driver.put(Submit(request))
+        return collector
+
+    def _poll(self, must_progress: bool = True) -> bool:
+        self._check_open()
+        outputs = self._driver.poll()
+        if outputs is None:
+            if must_progress:
+                raise RuntimeError("the engine has nothing to do but a request is not finished (a bug; please report)")
+            return False
+        for output in outputs:
+            collector = self._live.get(output.request_id)
+            if collector is not None:
+                collector.add(output)
+        return True
+
+    def _find(self, request_id: str) -> _Collector:
+        self._check_open()
+        collector = self._live.get(request_id)
+        if collector is None:
+            raise RequestError(
+                f"request {request_id!r} is not known (or its result was taken); use an id from submit()"
+            )
+        return collector
+
+    def _take(self, collector: _Collector) -> RequestOutput:
+        del self._live[collector.request.id]
+        return collector.output()
+
+    def _deltas(self, request_id: str) -> Generator[StreamDelta, None, None]:
+        collector = self._live[request_id]
+        try:
+            while True:
+                while collector.deltas:
+                    yield collector.deltas.popleft()
+                if collector.done:
+                    if collector.rejected:
+                        raise RequestError(collector.rejected)
+                    return
+                self._poll()
+        finally:
+            if not self._closed:
+                self._give_up([collector])
+
+    def _give_up(self, collectors: Sequence[_Collector]) -> None:
+        for collector in collectors:
+            self._live.pop(collector.request.id, None)
+            if not collector.done:
+                self.abort(collector.request.id)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this LLM is closed; make a new one")
+
+
+class _Sample:
+    """One sample while it grows."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.stream = text_stream(engine.tokenizer, request)
+        self.tokens: list[int] = []
+        self.logprobs: list[LogProbs] = []
+        self.finished: Finished | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        if self.finished is None or self.finished.reason != "stop":
+            return None
+        return self.stream.stopped if self.stream.stopped is not None else self.tokens[-1]
+
+
+class _Collector:
+    """Outputs of one request, as they come."""
+
+    def __init__(self, engine: Engine, request: Request, prompt: str | None) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.samples = [_Sample(engine, request) for _ in range(request.params.n)]
+        self.deltas: deque[StreamDelta] = deque()
+        self.rejected = ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.rejected) or all(s.finished is not None for s in self.samples)
+
+    def add(self, output: Output) -> None:
+        if isinstance(output, Rejected):
+            self.rejected = output.why
+            return
+        sample = self.samples[output.index]
+        if isinstance(output, TokenDelta):
+            sample.tokens += output.tokens
+            sample.logprobs += output.logprobs
+            sample.stream.push(output.tokens)
+            self._tell(output.index, sample.stream.delta(), output.tokens, output.logprobs)
+        else:
+            sample.finished = output
+            self._tell(output.index, sample.stream.finish(), (), ())
+
+    def _tell(self, index: int, text: str, tokens: tuple[int, ...], logprobs: tuple[LogProbs, ...]) -> None:
+        sample = self.samples[index]
+        reason = sample.finished.reason if sample.finished is not None else None
+        if reason is not None and self.deltas and self.deltas[-1].index == index:  # not handed out yet: join the two
+            last = self.deltas.pop()
+            text, tokens, logprobs = last.text + text, last.token_ids, last.logprobs
+        self.deltas.append(StreamDelta(self.request.id, index, text, tokens, logprobs, reason, sample.stop_reason))
+
+    def output(self) -> RequestOutput:
+        """The whole answer; RequestError if the engine refused it."""
+        if self.rejected:
+            raise RequestError(self.rejected)
+        asked = self.request.params.logprobs is not None
+        outputs = []
+        for index, sample in enumerate(self.samples):
+            end = sample.finished
+            assert end is not None
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text=sample.stream.text,
+                    token_ids=tuple(sample.tokens),
+                    logprobs=tuple(sample.logprobs) if asked else None,
+                    finish_reason=end.reason,
+                    stop_reason=sample.stop_reason,
+                    detail=end.detail if end.reason in ("capacity", "error") else "",
+                    num_cached_tokens=end.num_cached_tokens,
+                    num_preemptions=end.num_preemptions,
+                )
+            )
+        return RequestOutput(self.request.id, self.prompt, tuple(self.request.prompt), tuple(outputs))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or several: a text or a list of ids is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(type(p) is int for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword options; the first mistake is a one-line ConfigError."""
+    try:
+        return EngineConfig(model=model, **options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "options"
+        known = ", ".join(f for f in EngineConfig.model_fields if f != "model")
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(name, first["input"], "no such option", f"known options: {known}") from None
+        raise ConfigError(name, first["input"], first["msg"].lower(), "see twinfer.EngineConfig") from None

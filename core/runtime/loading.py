@@ -1,0 +1,195 @@
+"""The one place that builds an engine: from a configuration to weights, executor, tokenizer and Core.
+
+Invariants
+* Whatever cannot work is refused before weights are read; nothing asked for is left out silently.
+* The result owns all memory of the engine; `close` gives it back and may be called twice.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinfer.core.catalog import fetch_weights, resolve_spec
+from twinfer.core.config import EngineConfig
+from twinfer.core.core import Core
+from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.errors import ConfigError, ModelError
+from twinfer.core.executor import Executor
+from twinfer.core.provision import provision
+from twinfer.core.registry import Registry, default_registry
+from twinfer.core.runtime.executor import TorchExecutor
+from twinfer.core.runtime.families import DecoderModel, load_model
+from twinfer.core.runtime.stop_strings import StoppingExecutor
+from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
+from twinfer.core.setup import Setup
+from twinfer.core.spec import ModelSpec
+
+LongestRequest = Callable[[ModelSpec, Tokenizer], int]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model with everything that runs it. `setup.config` has every "auto" decided."""
+
+    setup: Setup
+    registry: Registry
+    device: DeviceSpec
+    spec: ModelSpec
+    weights: Path
+    tokenizer: Tokenizer
+    model: DecoderModel
+    executor: Executor
+
+    def build_core(self) -> Core:
+        """A fresh Core; only one at a time may drive the executor."""
+        return self.setup.build_core()
+
+    def reconfigured(self, config: EngineConfig, longest_request: LongestRequest | None = None) -> Engine:
+        """Another engine on the same weights, with its own KV pool; ConfigError when they do not serve `config`."""
+        setup = _setup(config, self.spec, self.registry, self.device, self.tokenizer, longest_request)
+        for option in ("model", "device", "dtype"):
+            if getattr(setup.config, option) != getattr(self.setup.config, option):
+                raise ConfigError(
+                    option, getattr(setup.config, option), "differs from the loaded engine's",
+                    f"use {getattr(self.setup.config, option)!r} or load another engine",
+                )  # fmt: skip
+        return replace(self, setup=setup, executor=_executor(setup, self.registry, self.model, self.tokenizer))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: the tokenizer's and the configuration's."""
+        return tuple(sorted({*self.tokenizer.eos_token_ids, *self.setup.model.eos_token_ids}))
+
+    def environment(self) -> dict[str, Any]:
+        """What a run depends on besides its configuration."""
+        return environment() | {"device": self.device.name, "weights": self.weights.name}
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def load_engine(
+    config: EngineConfig, registry: Registry | None = None, *, longest_request: LongestRequest | None = None
+) -> Engine:
+    """Load `config.model` and build what runs it.
+
+    longest_request: answers the prompt plus output tokens of the longest request, when the workload is known.
+    Raises ConfigError for options that cannot work here and ModelError for a model that cannot be loaded.
+    """
+    registry = registry if registry is not None else default_registry()
+    spec = resolve_spec(config.model)
+    device = load_device(config.device, registry)
+    target = _torch_device(config, device)
+    weights = fetch_weights(config.model)
+    tokenizer = load_tokenizer(weights)
+    setup = _setup(config, spec, registry, device, tokenizer, longest_request)
+    model = load_model(setup.model, weights, registry, target, DTYPES[setup.model.dtype])
+    executor = _executor(setup, registry, model, tokenizer)
+    return Engine(setup, registry, device, spec, weights, tokenizer, model, executor)
+
+
+def _setup(
+    config: EngineConfig,
+    spec: ModelSpec,
+    registry: Registry,
+    device: DeviceSpec,
+    tokenizer: Tokenizer,
+    longest_request: LongestRequest | None,
+) -> Setup:
+    _refuse_unserved(config)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ModelError(
+            f"{config.model}: its tokenizer has {tokenizer.vocab_size} entries, the model {spec.vocab_size}; "
+            "give the tokenizer that belongs to the weights"
+        )
+    longest = longest_request(spec, tokenizer) if longest_request is not None else None
+    setup = provision(config, spec, registry, device, world="engine", max_request_tokens=longest)
+    model = setup.model
+    if model.dtype not in DTYPES:
+        raise ConfigError("--dtype", model.dtype, "the engine cannot compute in it", f"use {', '.join(DTYPES)}")
+    if model.kv_dtype != model.dtype:
+        raise ConfigError(
+            "--kv-dtype", model.kv_dtype, f"the engine stores KV in the dtype of the model ({model.dtype})",
+            "leave it out; the simulator can show what it would do",
+        )  # fmt: skip
+    return setup
+
+
+def _executor(setup: Setup, registry: Registry, model: DecoderModel, tokenizer: Tokenizer) -> Executor:
+    names = registry.names("attention")
+    attention = next((t for t in setup.techniques if t.name in names and hasattr(t, "build")), None)
+    if attention is None:
+        raise ConfigError(
+            "--attention", str(setup.config.attention or setup.model.variant), "has no implementation in the engine",
+            f"use one of {', '.join(names)}",
+        )  # fmt: skip
+    # Profiling waits for the device after every op; only a CPU has nothing to wait for.
+    executor = TorchExecutor(
+        model, attention.build(setup.model), setup.limits.num_blocks, setup.block_size,
+        profile=model.device.type == "cpu",
+    )  # fmt: skip
+    return StoppingExecutor(executor, tokenizer)
+
+
+def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:
+    if device.kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device", config.device, "this machine has no such device (torch finds no GPU)",
+            "use auto to run on this machine, or simulate it",
+        )  # fmt: skip
+    return torch.device("cuda")
+
+
+def _refuse_unserved(config: EngineConfig) -> None:
+    for option, value in (("--tp", config.tp), ("--num-devices", config.num_devices)):
+        if value != 1:
+            raise ConfigError(option, value, "the engine runs on one device", "use 1, or simulate it")
+    if config.quantizer is not None:
+        raise ConfigError(
+            "--quant", str(config.quantizer), "the engine runs weights as they are stored",
+            "leave it out; the simulator can show what it would do",
+        )  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and threads."""
+    packages = {}
+    for name in ("twinfer", "torch", "transformers", "tokenizers", "numpy"):
+        try:
+            packages[name] = version(name)
+        except Exception:  # a source tree without metadata
+            packages[name] = ""
+    found = {
+        "python": platform.python_version(),
+        "versions": packages,
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+__all__ = ["Engine", "environment", "load_engine"]
