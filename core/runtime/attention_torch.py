@@ -3,8 +3,9 @@
     q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * head_dim]
 
 A step is cut once into parts that all layers with the same window share:
-* `_Padded`: rows of few queries (decode, verify). Their keys are gathered into [rows, longest, ...] and the query
-  heads of one KV head are folded into the query axis, so KV is never repeated.
+* `_Padded`: rows of few queries (decode, verify) with keys as [rows, longest, ...]: a strided view when the rows lie
+  at equal distances (contiguous cache), otherwise one gather. The query heads of one KV head are folded into the
+  query axis, so KV is never repeated.
 * `_Single`: one row alone. Keys are a view when they lie in consecutive slots or were all computed in this very
   step, otherwise one gather.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
 from twinfer.core.runtime.batch import PackedBatch, Span
 from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.spec import ModelSpec
@@ -33,8 +35,8 @@ from twinfer.core.work import keys_read
 
 SHORT_ROW = 8  # queries up to which rows of equal length are padded together
 QUERY_BLOCK = 512  # queries of one row whose mask is held at once
-VIEW_BYTES = 128 * 1024  # keys of one row from which a view each beats one gather for all (measured on a CPU)
-PAD_BYTES = 256 * 1024  # padding that costs about as much as the launches of one more part
+VIEW_BYTES = 1024 * 1024  # keys of one row from which a view each beats one gather for all (measured on a CPU)
+PAD_BYTES = 512 * 1024  # padding that costs about as much as the launches of one more part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,27 +135,28 @@ class _Part(Protocol):
 
 
 class _Padded:
-    """Rows with `queries` tokens each, their keys gathered and padded to the longest."""
+    """Rows with `queries` tokens each, their keys padded to the longest."""
 
     def __init__(
         self, spans: Sequence[Span], window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         queries = spans[0].length
-        self.shape, self.rows, self.queries = shape, len(spans), queries
         firsts = [_first_key(s, window) for s in spans]
         lengths = [s.stop - f for s, f in zip(spans, firsts, strict=True)]
-        self.longest = max(lengths)
-        slots = np.empty((len(spans), self.longest), dtype=np.int64)
-        for i, (span, first, length) in enumerate(zip(spans, firsts, lengths, strict=True)):
-            slots[i, :length] = span.table.slots[first : span.stop]
-            slots[i, length:] = span.table.slots[span.stop - 1]
-        self.index = torch.from_numpy(slots.reshape(-1)).to(device)
+        self.shape, self.rows, self.queries, self.longest = shape, len(spans), queries, max(lengths)
+        self.strided = _distance(spans, firsts, self.longest)
+        self.index: Tensor | None = None
+        if self.strided is None:
+            slots = np.empty((len(spans), self.longest), dtype=np.int64)
+            for i, (span, first, length) in enumerate(zip(spans, firsts, lengths, strict=True)):
+                slots[i, :length] = span.table.slots[first : span.stop]
+                slots[i, length:] = span.table.slots[span.stop - 1]
+            self.index = torch.from_numpy(slots.reshape(-1)).to(device)
         self.mask: Tensor | None = None
         if queries > 1 or min(lengths) < self.longest:
-            position = np.array([[s.start + i for i in range(queries)] for s in spans])[:, :, None]
+            position = np.array([s.start for s in spans])[:, None, None] + np.arange(queries)[None, :, None]
             key = np.array(firsts)[:, None, None] + np.arange(self.longest)[None, None, :]
-            allowed = _visible(position, key, window)
-            mask = _additive(allowed, dtype, device)
+            mask = _additive(_visible(position, key, window), dtype, device)
             self.mask = mask.repeat_interleave(shape.group, dim=1)[:, None]  # [rows, 1, queries * group, keys]
         offsets = [s.offset for s in spans]
         if offsets == list(range(offsets[0], offsets[0] + queries * len(spans), queries)):
@@ -163,14 +166,41 @@ class _Padded:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         s = self.shape
-        gathered = (self.rows, self.longest, s.num_kv_heads, s.head_dim)
-        context_k = keys.index_select(0, self.index).view(gathered).transpose(1, 2)
-        context_v = values.index_select(0, self.index).view(gathered).transpose(1, 2)
         folded = q[self.where].view(self.rows, self.queries, s.num_kv_heads, s.group, s.head_dim)
         folded = folded.transpose(1, 2).reshape(self.rows, s.num_kv_heads, self.queries * s.group, s.head_dim)
-        out = softmax_attention(folded, context_k, context_v, self.mask, s.scale, s.softcap)
+        out = softmax_attention(folded, self._context(keys), self._context(values), self.mask, s.scale, s.softcap)
         out = out.reshape(self.rows, s.num_kv_heads, self.queries, s.group, s.head_dim).transpose(1, 2)
         return out.reshape(self.rows * self.queries, s.num_heads, s.head_dim)
+
+    def _context(self, cache: Tensor) -> Tensor:
+        """`[rows, kv_heads, longest, head_dim]` of one cache tensor `[slots, kv_heads, head_dim]`."""
+        s = self.shape
+        if self.index is not None:
+            rows = cache.index_select(0, self.index).view(self.rows, self.longest, s.num_kv_heads, s.head_dim)
+        else:
+            assert self.strided is not None
+            base, distance = self.strided
+            slot, head, one = cache.stride()
+            rows = cache.as_strided(
+                (self.rows, self.longest, s.num_kv_heads, s.head_dim),
+                (distance * slot, slot, head, one),
+                cache.storage_offset() + base * slot,
+            )
+        return rows.transpose(1, 2)
+
+
+def _distance(spans: Sequence[Span], firsts: Sequence[int], longest: int) -> tuple[int, int] | None:
+    """(first slot, slots from one row to the next) when all rows can be read as one strided view.
+
+    Every row must own `longest` consecutive slots, so that its padding is its own memory.
+    """
+    if any(first + longest > span.table.run for span, first in zip(spans, firsts, strict=True)):
+        return None
+    bases = [int(span.table.slots[first]) for span, first in zip(spans, firsts, strict=True)]
+    distance = bases[1] - bases[0] if len(bases) > 1 else longest
+    if distance <= 0 or any(b - a != distance for a, b in pairwise(bases)):
+        return None
+    return bases[0], distance
 
 
 class _Single:
@@ -243,39 +273,48 @@ def _cut(
 ) -> list[_Part]:
     row_bytes = shape.num_kv_heads * shape.head_dim * dtype.itemsize
     parts: list[_Part] = []
-    short: list[Span] = []
+    by_length: dict[int, list[Span]] = {}
     for span in spans:
-        long_view = span.stop <= span.table.run and (span.stop - _first_key(span, window)) * row_bytes >= VIEW_BYTES
-        if span.length > SHORT_ROW or (span.length == 1 and long_view):
+        if span.length > SHORT_ROW:
             parts.append(_Single(span, window, shape, dtype, device))
         else:
-            short.append(span)
-    if len(short) == 1:
-        parts.append(_Single(short[0], window, shape, dtype, device))
-        return parts
-    by_length = sorted(short, key=lambda s: s.length)  # stable: rows of one length keep plan order
-    for _, same in groupby(by_length, key=lambda s: s.length):
-        for bucket in _buckets(list(same), window, row_bytes):
-            parts.append(_Padded(bucket, window, shape, dtype, device))
+            by_length.setdefault(span.length, []).append(span)
+    for same in by_length.values():
+        for bucket in _buckets(same, window, row_bytes):
+            if len(bucket) == 1:
+                parts.append(_Single(bucket[0], window, shape, dtype, device))
+            else:
+                parts.append(_Padded(bucket, window, shape, dtype, device))
     return parts
 
 
 def _buckets(spans: list[Span], window: int | None, row_bytes: int) -> list[list[Span]]:
-    """Rows of similar context together; rows that need no sorting keep their order, so that q is read as a view."""
-    keys = {s.offset: s.stop - _first_key(s, window) for s in spans}
-    longest = max(keys.values())
-    if sum(longest - n for n in keys.values()) * row_bytes <= PAD_BYTES:
+    """Rows to be padded together; rows that need no sorting keep their order, so that q is read as a view."""
+    if len(spans) == 1:
         return [spans]
+    firsts = {s.offset: _first_key(s, window) for s in spans}
+    keys = {s.offset: s.stop - firsts[s.offset] for s in spans}
+    longest = max(keys.values())
+    waste = sum(longest - n for n in keys.values())
+    by_slot = sorted(spans, key=lambda s: int(s.table.slots[firsts[s.offset]]))
+    if waste <= sum(keys.values()) and _distance(by_slot, [firsts[s.offset] for s in by_slot], longest) is not None:
+        return [by_slot]
+    alone = [s for s in spans if s.stop <= s.table.run and keys[s.offset] * row_bytes >= VIEW_BYTES]
+    rest = [s for s in spans if s not in alone]
+    if not rest or max(keys[s.offset] for s in rest) * len(rest) - sum(keys[s.offset] for s in rest) <= (
+        PAD_BYTES // row_bytes
+    ):
+        return [[s] for s in alone] + ([rest] if rest else [])
     buckets: list[list[Span]] = []
     waste = 0
-    for span in sorted(spans, key=lambda s: -keys[s.offset]):
+    for span in sorted(rest, key=lambda s: -keys[s.offset]):
         if buckets:
-            waste += (keys[buckets[-1][0].offset] - keys[span.offset]) * row_bytes
-        if not buckets or waste > PAD_BYTES:
+            waste += keys[buckets[-1][0].offset] - keys[span.offset]
+        if not buckets or waste * row_bytes > PAD_BYTES:
             buckets.append([])
             waste = 0
         buckets[-1].append(span)
-    return [sorted(bucket, key=lambda s: s.offset) for bucket in buckets]
+    return [[s] for s in alone] + [sorted(bucket, key=lambda s: s.offset) for bucket in buckets]
 
 
 def _first_key(span: Span, window: int | None) -> int:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
 from twinfer.core.plan import Need
 from twinfer.core.runtime.kv_storage import Table
 

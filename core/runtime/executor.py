@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from twinfer.core.errors import RequestError
 from twinfer.core.plan import FromStep, Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
@@ -110,7 +111,7 @@ class TorchExecutor:
             self._states[grant.seq].table.append(grant.blocks)
         self.kv.copy_blocks(plan.copies)
         for copy in plan.copies:
-            self._states[copy.seq].table.replace(copy.index, copy.target)
+            self._states[copy.seq].table.replace(copy.slot, copy.target)
 
     # --- rows -------------------------------------------------------------------------------------
 

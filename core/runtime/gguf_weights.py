@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
 from twinfer.core.errors import ModelError
 from twinfer.core.gguf_header import TensorInfo, read_gguf_header
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
 from twinfer.core.errors import ModelError
 
 LISTED = 6  # names shown in an error before "and N more"

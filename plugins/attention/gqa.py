@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import Field
+
 from twinfer.core import technique
 from twinfer.core.errors import ConfigError
 from twinfer.core.spec import ModelSpec

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from twinfer.core.errors import ModelError
 from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.plan import Need

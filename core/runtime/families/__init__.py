@@ -26,6 +26,7 @@ from twinfer.core.technique import Needs
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
     from twinfer.core.runtime.attention_torch import AttentionStep
     from twinfer.core.runtime.linear import LinearFactory
 
@@ -75,6 +76,7 @@ def load_model(
     Raises ModelError for a damaged file, missing or misshapen tensors, or a family that is not implemented.
     """
     import torch
+
     from twinfer.core.runtime.linear import dense
     from twinfer.core.runtime.weights import Loader, check_tensors, open_weights
 

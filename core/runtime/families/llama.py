@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
 from twinfer.core.errors import ModelError
 from twinfer.core.runtime.attention_torch import AttentionStep
 from twinfer.core.runtime.families import Mark
@@ -107,7 +108,7 @@ class Llama:
             h = layer.gate_up_proj(h)
             mark("gate_up_proj")
             gate, up = h.chunk(2, dim=-1)
-            h = self.act(gate) * up
+            h = self.act(gate).mul_(up)
             mark("mlp_act")
             h = layer.down_proj(h)
             mark("down_proj")
@@ -124,8 +125,8 @@ class Llama:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
     wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 # --- rotary embedding (arXiv:2104.09864) ----------------------------------------------------------
