@@ -9,8 +9,7 @@ linear interpolation; attention is linear in context length, so this loses nothi
 
 Invariants
 * A step's cost depends on the multiset of its rows, not on their order.
-* `ops` sum to `seconds`; their sigmas add up within a kind of op (one source of error, fully
-  correlated) and in squares across kinds.
+* `ops` sum to `seconds`, and sigmas add up: errors of op times are taken as fully correlated.
 """
 
 from __future__ import annotations
@@ -31,15 +30,11 @@ _PER_OCTAVE = 32  # grid points per doubling above it
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one step; `ops`: seconds by op name; `sigmas`: s by kind of op."""
+    """Seconds of one step with their standard deviation; `ops`: seconds by op name."""
 
     seconds: float
+    sigma: float
     ops: Mapping[str, float]
-    sigmas: Mapping[str, float]
-
-    @property
-    def sigma(self) -> float:
-        return math.sqrt(sum(s * s for s in self.sigmas.values()))
 
 
 class StepTimer:
@@ -58,12 +53,12 @@ class StepTimer:
     def exact(self, shape: StepShape) -> StepCost:
         """Cost of a step, op by op."""
         ops: dict[str, float] = {}
-        sigmas: dict[str, float] = {}
+        sigma = 0.0
         for op in (*self._ops_of(shape), host_op(shape)):
             answer = self._chain.time(op)
             ops[op.name] = ops.get(op.name, 0.0) + answer.seconds * op.count
-            sigmas[op.kind] = sigmas.get(op.kind, 0.0) + answer.sigma * op.count
-        return StepCost(math.fsum(ops.values()), ops, sigmas)
+            sigma += answer.sigma * op.count
+        return StepCost(math.fsum(ops.values()), sigma, ops)
 
     def cost(self, plan: StepPlan) -> StepCost:
         """Cost of `plan`; a few tens of microseconds once similar steps have been seen."""
@@ -141,4 +136,4 @@ def _between(a: StepCost, b: StepCost, x: float) -> StepCost:
         return a if x < 0.5 else b
     other = b.ops
     ops = {name: s * y + other[name] * x for name, s in a.ops.items()}
-    return StepCost(a.seconds * y + b.seconds * x, ops, {k: s * y + b.sigmas[k] * x for k, s in a.sigmas.items()})
+    return StepCost(a.seconds * y + b.seconds * x, a.sigma * y + b.sigma * x, ops)

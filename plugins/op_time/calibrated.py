@@ -3,8 +3,8 @@
     gemm         (n, k) measured: linear between the measured m
                  other (n, k):    utilisation of the two nearest measured shapes, at the same m
     attention    non-negative sum of what its rows cost (`ATTENTION_TERMS`)
-    elementwise  overhead + bytes / bandwidth
-    host         const + per row + per token + per logit
+    elementwise  per launch + per byte, by op name
+    host         per step + per row + per token + per logit
 
 Invariants
 * Answers only for the dtypes and kinds that were measured; otherwise the next model is asked.
@@ -28,8 +28,8 @@ from twinfer.core.work import Op, dtype_bytes, visible_pairs
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
 
-ATTENTION_TERMS = ("call", "prefill_row", "prefill_token", "prefill_gflop", "prefill_key",
-                   "decode_row", "decode_key", "decode_padded_key")  # fmt: skip
+ATTENTION_TERMS = ("call", "prefill_row", "prefill_token", "prefill_pair", "prefill_square", "prefill_key",
+                   "decode_row", "decode_key")  # fmt: skip
 HOST_TERMS = ("step", "row", "token", "logit")
 
 
@@ -57,24 +57,22 @@ class Fit(BaseModel):
 class Calibration(BaseModel):
     """What was measured on one machine: the `calibration` part of a device file.
 
-    attention: by dtype; the GFLOP term is per launch, the key terms are per KV value read
-    (keys * KV heads * head size), so that other head counts can be asked for.
-    copy_overhead, copy_bandwidth: s per elementwise op and bytes/s.
-    host: seconds of a step that are in no op.  fingerprint: what the numbers hold for.
+    attention: by dtype; terms are seconds per unit of `attention_features`.
+    elementwise: by `dtype/op name`; seconds per launch and per byte.  copy_bandwidth: B/s, for other ops.
+    host: seconds of a step that are in no op.  drift: relative standard deviation of the machine's speed
+    over the measurement.  fingerprint: what the numbers hold for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     version: int = 1
     created: str = ""
-    model: str = ""
-    dtypes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     gemm: tuple[GemmTable, ...] = ()
     attention: dict[str, Fit] = {}
-    copy_overhead: float = 0.0
+    elementwise: dict[str, Fit] = {}
     copy_bandwidth: float = 0.0
-    copy_spread: float = 0.1
     host: Fit | None = None
-    host_by_dtype: dict[str, Fit] = {}
+    drift: float = 0.0
     fingerprint: dict[str, Any] = {}
 
 
@@ -126,7 +124,7 @@ class Tables:
             spread = table.spread if source == "measured" else math.hypot(table.spread, 0.03)
             if source == "extrapolated":
                 spread = math.hypot(spread, 0.1)
-            return OpTime(seconds, spread * seconds, source, f"[{m}, {k}] x [{k}, {n}] {op.dtype}")
+            return self._answer(seconds, spread, source, f"[{m}, {k}] x [{k}, {n}] {op.dtype}")
         return self._transferred(m, n, k, op.dtype)
 
     def _transferred(self, m: int, n: int, k: int, dtype: str) -> OpTime:
@@ -144,7 +142,7 @@ class Tables:
         far = distance(near[0])
         spread = math.hypot(near[0].spread, 0.08 + 0.05 * min(far, 4))
         names = " and ".join(f"({t.n}, {t.k})" for t in near)
-        return OpTime(seconds, spread * seconds, "transferred", f"utilisation {use:.0%} of the nearest shapes {names}")
+        return self._answer(seconds, spread, "transferred", f"utilisation {use:.0%} of the nearest shapes {names}")
 
     def _ideal(self, m: int, n: int, k: int, dtype: str) -> float:
         return max(2 * m * n * k / self._peak[dtype], gemm_bytes(m, n, k, dtype) / self._bandwidth[dtype])
@@ -154,44 +152,51 @@ class Tables:
         if fit is None or not op.rows:
             return None
         seconds = dot(fit.terms, attention_features(op))
-        return OpTime(seconds, fit.spread * seconds, "fitted", f"{len(op.rows)} rows, {fit.num_points} measured points")
+        return self._answer(seconds, fit.spread, "fitted", f"{len(op.rows)} rows; {fit.num_points} measured points")
 
     def elementwise(self, op: Op) -> OpTime | None:
         c = self.calibration
+        fit = c.elementwise.get(f"{op.dtype}/{op.name}")
+        if fit is not None:
+            seconds = dot(fit.terms, {"launch": 1.0, "byte": op.bytes})
+            return self._answer(seconds, fit.spread, "fitted", f"{op.bytes / 1e6:.2f} MB; {fit.num_points} points")
         if not c.copy_bandwidth:
             return None
-        seconds = c.copy_overhead + op.bytes / c.copy_bandwidth
-        return OpTime(seconds, c.copy_spread * seconds, "fitted", f"{op.bytes / 1e6:.2f} MB")
+        seconds = op.bytes / c.copy_bandwidth
+        return self._answer(seconds, 0.3, "transferred", f"{op.bytes / 1e6:.2f} MB at the bandwidth of a copy")
 
     def host(self, op: Op) -> OpTime | None:
-        fit = self.calibration.host_by_dtype.get(op.dtype) or self.calibration.host
+        fit = self.calibration.host
         if fit is None:
             return None
         rows, tokens, logits = op.shape
         features = dict(zip(HOST_TERMS, (1.0, rows, tokens, logits), strict=True))
         seconds = dot(fit.terms, features)
-        return OpTime(seconds, fit.spread * seconds, "fitted", f"{rows} rows, {tokens} tokens, {logits} logits")
+        return self._answer(seconds, fit.spread, "fitted", f"{rows} rows, {tokens} tokens, {logits} logits")
+
+    def _answer(self, seconds: float, spread: float, source: str, detail: str) -> OpTime:
+        return OpTime(seconds, math.hypot(spread, self.calibration.drift) * seconds, source, detail)
 
 
 def attention_features(op: Op) -> dict[str, float]:
-    """What one attention launch does, in the units of `ATTENTION_TERMS`.
+    """What one attention launch does, by `ATTENTION_TERMS`.
 
-    Decode rows feed one token; `decode_padded_key` counts them as if all were as long as the longest
-    (a padded kernel); keys are in KV values (scaled by the op's FLOPs, which carry heads and head size).
+    Decode rows feed one token. Pairs, squares (queries times keys, masked pairs included) and keys are
+    scaled by heads * head size in 1000s, so that a fit of one model serves another.
     """
     pairs = sum(visible_pairs(r.queries, r.keys) for r in op.rows)
-    flops_a_pair = op.flops / pairs if pairs else 0.0
+    width = op.flops / pairs / 4000 if pairs else 0.0  # 4 FLOPs per pair, head and dimension
     prefill = [r for r in op.rows if r.queries > 1]
     decode = [r.keys for r in op.rows if r.queries == 1]
     return {
         "call": 1.0,
         "prefill_row": float(len(prefill)),
-        "prefill_token": float(sum(r.queries for r in prefill)),
-        "prefill_gflop": flops_a_pair * sum(visible_pairs(r.queries, r.keys) for r in prefill) / 1e9,
-        "prefill_key": flops_a_pair * sum(r.keys for r in prefill) / 1e6,
+        "prefill_token": width * sum(r.queries for r in prefill),
+        "prefill_pair": width * sum(visible_pairs(r.queries, r.keys) for r in prefill),
+        "prefill_square": width * sum(r.queries * r.keys for r in prefill),
+        "prefill_key": width * sum(r.keys for r in prefill),
         "decode_row": float(len(decode)),
-        "decode_key": flops_a_pair * sum(decode) / 1e6,
-        "decode_padded_key": flops_a_pair * max(decode, default=0) * len(decode) / 1e6,
+        "decode_key": width * sum(decode),
     }
 
 

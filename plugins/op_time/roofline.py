@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ class Roofline(Technique):
             rows = op.shape[0]
             seconds = curves.host_step + curves.host_row * rows
             return seconds, f"{curves.host_step * 1e6:.0f} us a step + {curves.host_row * 1e6:.1f} us x {rows} rows"
-        if op.kind == "gemm":
+        if op.kind in ("gemm", "grouped_gemm"):
             curve = pick(curves.gemm, op.dtype)
             peak = peak_flops(device, op.dtype)
             if curve is None:
@@ -176,7 +177,7 @@ def on_curve(points: Sequence[tuple[float, float]], x: float) -> float:
         return 1.0
     if x <= points[0][0]:
         return points[0][1]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
             return y0 + (y1 - y0) * math.log2(x / x0) / math.log2(x1 / x0)
     return points[-1][1]

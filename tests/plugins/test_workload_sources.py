@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def test_mean_length_is_kept(lengths: str, spread: float) -> None:
 
 def test_poisson_gaps_have_the_mean_and_spread_of_an_exponential() -> None:
     requests = made(Workload(num_requests=5000, rate=4.0))
-    gaps = [b.arrival - a.arrival for a, b in zip(requests, requests[1:], strict=False)]
+    gaps = [b.arrival - a.arrival for a, b in itertools.pairwise(requests)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps))
     assert requests[0].arrival == 0
@@ -69,7 +70,7 @@ def test_rate_does_not_change_lengths() -> None:
 @pytest.mark.parametrize("length", [16, 100, 3000])
 def test_prompts_stay_in_the_vocabulary_and_share_no_block(vocab: int, length: int) -> None:
     requests = made(Workload(num_requests=300, input_len=length, output_len=1), vocab=vocab)
-    assert all(0 <= min(r.prompt) and max(r.prompt) < vocab and len(r.prompt) == length for r in requests)
+    assert all(min(r.prompt) >= 0 and max(r.prompt) < vocab and len(r.prompt) == length for r in requests)
     assert len({first_blocks(r.prompt) for r in requests}) == 300
 
 

@@ -1,0 +1,144 @@
+"""The SimPy driver: the effects of `core.loop.engine_loop`, answered on a simulated clock.
+
+    Drain = inbox    Now = env.now    Launch = timeout(cost of the plan), then StepDone    Wait = inbox | timeout
+
+Invariants
+* The same `Core` class and the same loop as the real driver; only who answers differs.
+* Executors run one step at a time: a plan launched while another runs starts when that one ends.
+* The clock never goes backwards, and at equal times arrivals come in the order of the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import simpy
+
+from twinfer.core.core import Core
+from twinfer.core.events import Event, Output, StepDone, Submit
+from twinfer.core.executor import Executor
+from twinfer.core.loop import Drain, Emit, Launch, Now, Wait, engine_loop, note_event
+from twinfer.core.plan import StepPlan
+from twinfer.core.recorder import Recorder
+from twinfer.core.request import Request
+
+Emitted = Callable[[Sequence[Output], float], None]
+
+
+class SimInbox:
+    """Events for one engine under one SimPy environment; closed when its sender says so."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._events: list[Event] = []
+        self._bell: simpy.Event | None = None
+        self.closed = False
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self.ring()
+
+    def close(self) -> None:
+        self.closed = True
+        self.ring()
+
+    def drain(self) -> list[Event] | None:
+        """Events that have arrived; None once closed and empty."""
+        if not self._events and self.closed:
+            return None
+        events, self._events = self._events, []
+        return events
+
+    def ring(self) -> None:
+        if self._bell is not None and not self._bell.triggered:
+            self._bell.succeed()
+
+    def bell(self) -> simpy.Event:
+        """An event that fires at the next `put` or `close`, at once when something is there."""
+        self._bell = self._env.event()
+        if self._events:
+            self._bell.succeed()
+        return self._bell
+
+
+def arrivals(env: simpy.Environment, inbox: SimInbox, requests: Sequence[Request]) -> Generator[simpy.Event, Any, None]:
+    """Submit `requests` (sorted by arrival) at their times, then close the inbox."""
+    for request in requests:
+        if request.arrival > env.now:
+            yield env.timeout(request.arrival - env.now)
+        inbox.put(Submit(request))
+    inbox.close()
+
+
+def engine(
+    env: simpy.Environment,
+    core: Core,
+    executor: Executor,
+    inbox: SimInbox,
+    recorder: Recorder | None = None,
+    emit: Emitted | None = None,
+    hook: Any = None,
+) -> Generator[simpy.Event, Any, None]:
+    """One engine as a SimPy process; ends when the inbox is closed and all work is done."""
+    loop = engine_loop(core)
+    free_at = env.now  # when the executor has done all launched steps
+    running = 0
+    told = False  # the loop knows that the inbox is closed
+    answer: Any = None
+
+    def complete(plan: StepPlan, begin: float) -> Callable[[simpy.Event], None]:
+        def done(event: simpy.Event) -> None:
+            nonlocal running
+            running -= 1
+            result = event.value
+            if recorder is not None:
+                recorder.step(plan, result, begin, env.now)
+            if hook is not None:
+                hook.on_step(plan=plan, result=result)
+            inbox.put(StepDone(plan.step, result))
+
+        return done
+
+    while True:
+        try:
+            effect = loop.send(answer)
+        except StopIteration:
+            return
+        answer = None
+        if isinstance(effect, Drain):
+            answer = inbox.drain()
+            if answer is None and running:
+                answer = []  # closed, but a step is still out
+            told = answer is None
+            for event in answer or ():
+                note_event(event, core, executor, env.now, recorder, hook)
+        elif isinstance(effect, Now):
+            answer = env.now
+        elif isinstance(effect, Emit):
+            for output in effect.outputs:
+                if recorder is not None:
+                    recorder.output(output, env.now)
+                if hook is not None:
+                    hook.on_request(event=output)
+            if emit is not None:
+                emit(effect.outputs, env.now)
+        elif isinstance(effect, Launch):
+            result = executor.execute(effect.plan)
+            begin = max(env.now, free_at)
+            free_at = begin + result.seconds
+            running += 1
+            timer = env.timeout(free_at - env.now, result)
+            assert timer.callbacks is not None
+            timer.callbacks.append(complete(effect.plan, begin))
+        else:
+            assert isinstance(effect, Wait)
+            bell = inbox.bell()
+            if effect.until is None:
+                if inbox.closed and not running and not bell.triggered:
+                    if told:
+                        raise RuntimeError("the engine waits for an event that can never come")
+                    continue
+                yield bell
+            else:
+                yield bell | env.timeout(max(0.0, effect.until - env.now))

@@ -1,0 +1,255 @@
+"""`simulate`: one predicted run, from a configuration and a workload to a RunRecord.
+
+The 80 % band of a metric (`intervals`)
+    Errors of op times are calibration errors: the same op is wrong by the same share in every step. They
+    are taken as fully correlated, so a run's time is uncertain by r = sum(sigma) / sum(seconds) over its
+    steps, however many they are. The band of every metric is what it would be with all steps slower and
+    faster by 1.2816 r (80 % of a normal). When everything arrives at once, times simply scale; else the
+    run is simulated again with slow and with fast steps, so that queueing is part of the band.
+    Disturbances of single steps are not part of it.
+
+Invariants
+* Never imports torch or the runtime; equal arguments give equal metrics, steps and requests.
+* The same `Core`, policies, limits and requests as the engine's run of this configuration.
+* A run that is stopped gives a valid record with `complete` False.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import simpy
+
+from twinfer.core.catalog import resolve_spec
+from twinfer.core.config import EngineConfig
+from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.errors import ConfigError
+from twinfer.core.events import Finished, Output, Rejected
+from twinfer.core.plan import StepPlan, StepResult
+from twinfer.core.provision import provision
+from twinfer.core.recorder import Recorder
+from twinfer.core.records import RunRecord
+from twinfer.core.registry import Registry, default_registry
+from twinfer.core.request import Request
+from twinfer.core.setup import Setup
+from twinfer.core.work import Op, StepShape, step_ops
+from twinfer.core.workload import Encode, Workload, generate
+from twinfer.simulator.driver import SimInbox, arrivals, engine
+from twinfer.simulator.executor import CostExecutor
+from twinfer.simulator.machine import differences
+from twinfer.simulator.op_time import build_chain
+from twinfer.simulator.step_time import StepTimer
+
+OnProgress = Callable[[int, int, dict[str, Any]], None]
+ShouldStop = Callable[[], bool]
+
+Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
+PROGRESS_EVERY_S = 0.05
+_FALLS = ("output_throughput", "total_throughput", "request_throughput")  # with slower steps
+_RISES = ("ttft", "tpot", "itl", "e2e", "duration")
+_STILL = ("kv_waste", "peak_kv_bytes", "num_preemptions", "prefix_cache_hit_rate")  # unless arrivals are spread
+
+
+def simulate(
+    config: EngineConfig,
+    workload: Workload,
+    registry: Registry | None = None,
+    device: DeviceSpec | None = None,
+    on_progress: OnProgress | None = None,
+    should_stop: ShouldStop | None = None,
+    *,
+    encode: Encode | None = None,
+) -> RunRecord:
+    """Predict the run of `workload` on an engine set up by `config`.
+
+    device: overrides `config.device`.  on_progress(done requests, all requests, info) is called about 20
+    times a second; should_stop() is asked before each step.  encode: text to tokens, for workloads of
+    texts; without it their lengths are estimated (`reasons` says so).
+    Raises ConfigError, ModelError or RequestError for what cannot be run; nothing is simulated then.
+    """
+    registry = registry or default_registry()
+    world = _prepare(config, workload, registry, device, encode)
+    on_progress = on_progress or (lambda done, total, info: None)
+    record, sigma = _run(world, 1.0, on_progress, should_stop, keep=True)
+    if record.complete:
+        record.intervals = _bands(world, record, Z80 * sigma, on_progress, should_stop)
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """All that a run needs; runs of one world differ only in the speed of their steps."""
+
+    setup: Setup
+    registry: Registry
+    device: DeviceSpec
+    requests: Sequence[Request]
+    timer: StepTimer
+    workload: Mapping[str, Any]
+    reasons: Mapping[str, str]
+    environment: Mapping[str, Any]
+
+
+def _prepare(
+    config: EngineConfig, workload: Workload, registry: Registry, device: DeviceSpec | None, encode: Encode | None
+) -> _World:
+    if not workload.ignore_eos:
+        raise ConfigError(
+            "ignore_eos", False, "a prediction has no text that could end a request",
+            "simulate full lengths (without --stop-at-eos) and give the --output-len you expect",
+        )  # fmt: skip
+    if config.num_devices != config.tp:
+        raise ConfigError(
+            "--num-devices", config.num_devices, f"one replica of --tp {config.tp} uses {config.tp} device(s)",
+            f"give --num-devices {config.tp}, or --tp {config.num_devices}",
+        )  # fmt: skip
+    spec = resolve_spec(config.model)
+    device = device or load_device(config.device, registry)
+    context = config.max_model_len or spec.max_context
+    requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry)
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
+    reasons = dict(setup.reasons)
+    if encode is None and _has_texts(workload):
+        reasons["prompts"] = "token counts estimated at 4 bytes each: no tokenizer was given"
+    if device.calibration:
+        reasons["device"] = f"{device.name}: {device.source}, {device.date}"
+        changed = differences(device.calibration.get("fingerprint", {}))
+        if changed:
+            reasons["device"] += f"; this machine differs ({changed}): run `twinfer calibrate`"
+    chain = build_chain(config.op_time, device, registry)
+    model, techniques = setup.model, setup.techniques
+
+    def ops_of(shape: StepShape) -> Sequence[Op]:
+        ops: Sequence[Op] = step_ops(model, shape, config.tp)
+        for technique in techniques:
+            ops = technique.adapt_ops(ops, model, shape)
+        return ops
+
+    windows = [w for w in model.layer_windows if w is not None]
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in ("twinfer", "simpy", "numpy")},
+        "device": device.name,
+        "op_time": [m.name for m in chain.models],
+        "seed": config.seed,
+    }
+    return _World(
+        setup, registry, device, requests, StepTimer(ops_of, chain, windows), workload.plain(), reasons, environment
+    )
+
+
+def _has_texts(workload: Workload) -> bool:
+    return bool(workload.prompts) or bool(workload.trace and workload.trace.endswith((".jsonl", ".json")))
+
+
+class _Stopped(Exception):
+    """`should_stop` answered True."""
+
+
+class _StoppableExecutor(CostExecutor):
+    """Asks before each step whether to go on."""
+
+    should_stop: ShouldStop | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.should_stop is not None and self.should_stop():
+            raise _Stopped
+        return super().execute(plan)
+
+
+def _run(
+    world: _World, scale: float, on_progress: OnProgress, should_stop: ShouldStop | None, keep: bool
+) -> tuple[RunRecord, float]:  # fmt: skip
+    """One run with all steps `scale` times as long: its record and its relative sigma."""
+    setup = world.setup
+    core = setup.build_core()
+    executor = _StoppableExecutor(world.timer, scale)
+    executor.should_stop = should_stop
+    recorder = Recorder(
+        "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_token,
+        environment=world.environment, reasons=world.reasons, keep_ops=keep,
+    )  # fmt: skip
+    env = simpy.Environment()
+    inbox = SimInbox(env)
+    total = len(world.requests)
+    done = 0
+    told = 0.0
+
+    def emit(outputs: Sequence[Output], now: float) -> None:
+        nonlocal done, told
+        done += sum(isinstance(o, Finished | Rejected) for o in outputs)
+        wall = time.monotonic()
+        if wall - told >= PROGRESS_EVERY_S:
+            told = wall
+            on_progress(done, total, {"steps": core.num_steps, "simulated_s": now, "running": len(core.running)})
+
+    hook = world.registry.hook if keep and _observed(world.registry) else None
+    env.process(arrivals(env, inbox, world.requests))
+    process = env.process(engine(env, core, executor, inbox, recorder, emit, hook))
+    try:
+        env.run(process)
+    except _Stopped:
+        return recorder.finish(complete=False), executor.relative_sigma
+    on_progress(done, total, {"steps": core.num_steps, "simulated_s": env.now, "running": 0})
+    return recorder.finish(), executor.relative_sigma
+
+
+def _observed(registry: Registry) -> bool:
+    hook = registry.hook
+    return bool(hook.on_step.get_hookimpls() or hook.on_request.get_hookimpls())
+
+
+def _bands(
+    world: _World, record: RunRecord, width: float, on_progress: OnProgress, should_stop: ShouldStop | None
+) -> dict[str, tuple[float, float]]:
+    """80 % bands by dotted metric name, by the rule in the module's docstring."""
+    slow, fast = 1 + width, 1 / (1 + width)  # a ratio: equally likely too slow and too fast
+    middle = flat(record.metrics)
+    if all(r.arrival == 0 for r in world.requests):
+        bands = {}
+        for name, value in middle.items():
+            head = name.partition(".")[0]
+            if head in _RISES:
+                bands[name] = (value * fast, value * slow)
+            elif head in _FALLS:
+                bands[name] = (value / slow, value / fast)
+            elif head in _STILL:
+                bands[name] = (value, value)
+        return bands
+    total = len(world.requests)
+    ends = []
+    for scale in (slow, fast):
+        other, _ = _run(world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False)
+        if not other.complete:
+            return {}
+        ends.append(flat(other.metrics))
+    return {
+        name: (min(value, *(e[name] for e in ends)), max(value, *(e[name] for e in ends)))
+        for name, value in middle.items()
+        if name.partition(".")[0] in (*_RISES, *_FALLS, *_STILL) and all(name in e for e in ends)
+    }
+
+
+def flat(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a metrics tree by dotted name (`ttft.p50`); what is missing is left out."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": v for key, v in value.items()}
+        elif isinstance(value, int | float):
+            found[name] = value
+    return found
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
