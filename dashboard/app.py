@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import streamlit as st
+
 from twinfer.core.registry import Registry
 from twinfer.dashboard import session
 from twinfer.dashboard.resources import Resources, explain
@@ -81,11 +82,12 @@ def main(argv: Sequence[str] = (), first: str | None = None) -> None:
     groups: dict[str, list[Any]] = {name: [] for name in GROUPS}
     st.session_state.pages = {}
     for path, cls in classes:
-        page = st.Page(
-            _renderer(path, cls, shared), title=getattr(cls, "title", cls.name), url_path=path, default=path == opening
-        )
+        title, render = getattr(cls, "title", cls.name), _renderer(path, cls, shared)
+        page = st.Page(render, title=title, url_path=path)
         st.session_state.pages[path] = page
         groups.setdefault(getattr(cls, "group", "Plugins"), []).append(page)
+        if path == opening:  # streamlit gives the default page no path of its own, so "/" is a hidden twin
+            groups[GROUPS[0]].append(st.Page(render, title=title, url_path="home", default=True, visibility="hidden"))
     st.navigation({name: pages for name, pages in groups.items() if pages}).run()
 
 

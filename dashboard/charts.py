@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import plotly.graph_objects as go
+
 from twinfer.dashboard import theme
 
 MAX_POINTS = 1200

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
+
 from twinfer.core.compare import MetricPair, compare
 from twinfer.core.records import RequestRecord, RunRecord
 from twinfer.dashboard import theme
@@ -197,7 +198,14 @@ def change_bars(bars: Sequence[Bar], quantity: Quantity, *, stale: bool = False)
     figure.update_xaxes(range=[low - 0.06 * span, high + 0.06 * span], ticksuffix=" %", nticks=6,
                         title_text=f"{quantity.label}: worse ← than baseline → better (%)")  # fmt: skip
     for i in range(len(rest)):  # beside the bars only: a full line would cross the labels
-        figure.add_shape(type="line", x0=0, x1=0, y0=i - 0.12, y1=i + 0.44, line={"color": theme.QUIET, "width": 1.5})
+        figure.add_shape(
+            type="line",
+            x0=0,
+            x1=0,
+            y0=i - 0.12,
+            y1=i + (0.42 if both else 0.28),
+            line={"color": theme.QUIET, "width": 1.5},
+        )
     figure.update_yaxes(range=[len(rest) - 0.42, -0.62], visible=False)
     finish(figure, 96 + 72 * max(1, len(rest)))
     figure.update_layout(barmode="overlay")

@@ -46,9 +46,8 @@ def command(
     """The command line of the server process."""
     words = [sys.executable, "-m", "streamlit", "run", str(APP), f"--server.port={port}"]
     for name, value in streamlit_options().items():
-        for item in value if isinstance(value, list) and not name.endswith("Weights") else [value]:
-            text = json.dumps(item) if isinstance(item, bool | int) else str(item)
-            words.append(f"--{name}={text}")
+        text = value if isinstance(value, str) else json.dumps(value)
+        words.append(f"--{name}={text}")
     words.append("--")
     if runs_dir is not None:
         words += ["--runs-dir", str(Path(runs_dir).resolve())]
@@ -125,7 +124,7 @@ def launch(
     *,
     plugins: Sequence[str] = (),
     plugin_dirs: Sequence[str | Path] = (),
-    page: str = "",
+    page: str = "techniques",
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve the dashboard until interrupted; returns the exit code (0 after Ctrl+C).
@@ -134,7 +133,7 @@ def launch(
     page: path of the page to open, e.g. "compare".  Raises TwinferError when the server does not come up.
     """
     with Server(runs_dir, port, plugins, plugin_dirs) as server:
-        address = f"{server.url}/{page}".rstrip("/")
+        address = f"{server.url}/{page or 'techniques'}"
         say(f"dashboard: {address}  (Ctrl+C stops it)")
         if open_browser:
             webbrowser.open(address)

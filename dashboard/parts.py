@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import streamlit as st
+
 from twinfer.dashboard import session
 from twinfer.dashboard.charts import Chart
 from twinfer.dashboard.forms import draw, fields_of
@@ -17,6 +18,7 @@ from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.scenario import PRESETS, Scenario
 
 FIELDS = {field.name: field for field in fields_of(Scenario)}
+CARD_WIDTH = 168  # four beside each other on a desktop, two on a phone
 _CONFIG: dict[str, Any] = {
     "displaylogo": False,
     "displayModeBar": "hover",
@@ -147,8 +149,8 @@ def card(
         }  # fmt: skip
     elif base is not None and value is not None:
         kwargs = {"delta": "as baseline", "delta_arrow": "off", "delta_color": "gray"}
-    with st.container(border=True, height="stretch"):
-        st.metric(quantity.title, shown(quantity, value, unit=False), help=quantity.help, **kwargs)
+    with st.container(border=True, width=CARD_WIDTH):
+        st.metric(quantity.card, shown(quantity, value), help=quantity.help, **kwargs)
         st.caption(provenance(quantity, predicted=predicted, band=band, measured=measured, error=error))
 
 
@@ -161,14 +163,19 @@ def provenance(
     error: float | None = None,
 ) -> str:
     """Where a number comes from: measured with the prediction beside it, or simulated with its band."""
-    span = "" if band is None else f", 80 % band {number(band[0] * quantity.scale)}–{number(band[1] * quantity.scale)}"
+    within = "" if band is None else f", 80 % band {span(quantity, band)}"
     guess = shown(quantity, predicted, unit=False) if predicted is not None else "none"
     if measured is not None:
-        wrong = "" if error is None else f", error {percent(error)}"
-        return f"**measured**, predicted {guess}{wrong}{span}"
+        wrong = "" if error is None else f" ({percent(error)})"
+        return f"**measured**, predicted {guess}{wrong}{within}"
     if predicted is not None:
-        return f"**simulated**, not measured{span}"
+        return f"**simulated**{within or ', no band'}"
     return "no value"
+
+
+def span(quantity: Quantity, band: Band) -> str:
+    """A band in the metric's unit, without the unit."""
+    return f"{number(band[0] * quantity.scale)}–{number(band[1] * quantity.scale)}"
 
 
 def show(chart: Chart, key: str, *, table: bool = True) -> None:

@@ -30,6 +30,11 @@ class Quantity:
     better: str
     scale: float = 1.0
     help: str = ""
+    short: str = ""  # for narrow cards
+
+    @property
+    def card(self) -> str:
+        return self.short or self.label
 
     @property
     def title(self) -> str:
@@ -37,7 +42,7 @@ class Quantity:
 
 
 QUANTITIES = (
-    Quantity("output_throughput", "Output throughput", "tok/s", "higher", help="Output tokens per second of the run."),
+    Quantity("output_throughput", "Output throughput", "tok/s", "higher", help="Output tokens per second of the run.", short="Throughput"),
     Quantity("total_throughput", "Total throughput", "tok/s", "higher", help="Prompt and output tokens per second."),
     Quantity("request_throughput", "Request throughput", "req/s", "higher", help="Completed requests per second."),
     Quantity("ttft.p50", "TTFT p50", "ms", "lower", 1e3, "Arrival to first token, median."),
@@ -47,7 +52,7 @@ QUANTITIES = (
     Quantity("itl.p95", "ITL p95", "ms", "lower", 1e3, "Gap between tokens of one request, 95th percentile."),
     Quantity("e2e.p50", "E2E p50", "s", "lower", 1.0, "Arrival to last token, median."),
     Quantity("duration", "Duration", "s", "lower", 1.0, "First arrival to last token."),
-    Quantity("peak_kv_bytes", "Peak KV reserved", "MiB", "lower", 1 / 2**20, "Most KV memory reserved at once."),
+    Quantity("peak_kv_bytes", "Peak KV reserved", "MiB", "lower", 1 / 2**20, "Most KV memory reserved at once.", short="Peak KV"),
     Quantity("kv_waste", "KV waste", "%", "lower", 100.0, "Reserved KV slots that hold no token, over time."),
     Quantity("prefix_cache_hit_rate", "Prefix cache hits", "%", "higher", 100.0, "Prompt tokens found in the cache."),
     Quantity("num_preemptions", "Preemptions", "", "lower", 1.0, "Requests that gave their memory back and started over."),

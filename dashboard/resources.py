@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
+
 from twinfer.core.compare import Comparison
 from twinfer.core.compare import compare as compare_records
 from twinfer.core.errors import TwinferError

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import TwinferError
 from twinfer.core.registry import Registry

@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 
 import streamlit as st
 from pydantic import ValidationError
+
 from twinfer.core.errors import TwinferError
 from twinfer.dashboard.scenario import VERSION, Scenario
 

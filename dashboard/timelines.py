@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+
 from twinfer.core.records import RunRecord, StepRecord
 from twinfer.dashboard import theme
 from twinfer.dashboard.charts import MAX_POINTS, Chart, finish, log_ticks, thin

@@ -8,6 +8,7 @@ from typing import Any
 
 import streamlit as st
 from pydantic import ValidationError
+
 from twinfer.core.compare import Comparison, compare
 from twinfer.core.errors import TwinferError
 from twinfer.core.records import RunRecord
@@ -16,7 +17,7 @@ from twinfer.core.run_store import RunSummary
 from twinfer.dashboard import figures, parts, session, timelines
 from twinfer.dashboard.jobs import Task
 from twinfer.dashboard.pages import Page
-from twinfer.dashboard.quantities import percent
+from twinfer.dashboard.quantities import percent, shown
 from twinfer.dashboard.resources import Resources, explain, task_of
 from twinfer.dashboard.scenario import Scenario
 
@@ -40,9 +41,12 @@ class ComparePage(Page):
         if not readable:
             _empty(resources)
             return
-        real = _pick("real", "Measured run", [s for s in readable if s.world == "engine"], readable)
+        left, right = st.columns(2, gap="medium")
+        with left:
+            real = _pick("real", "Measured run", [s for s in readable if s.world == "engine"], readable)
         candidates = [s for s in readable if s.world == "simulator"]
-        predicted = _pick("predicted", "Prediction", _closest(candidates, real), readable)
+        with right:
+            predicted = _pick("predicted", "Prediction", _closest(candidates, real), readable)
         _compare(resources, real, predicted)
 
 
@@ -196,15 +200,13 @@ def _numbers(pairs: Sequence[figures.Pair], joined: Comparison) -> None:
     with st.container(horizontal=True, key="cards"):
         for key in CARDS:
             pair = by_key[key]
-            with st.container(width=225), st.container(border=True, height="stretch"):
-                error = pair.error
+            quantity, error = pair.quantity, pair.error
+            with st.container(border=True, width=parts.CARD_WIDTH):
                 st.metric(
-                    f"{pair.quantity.label}, error", percent(error) if error is not None else "not known",
-                    help=pair.quantity.help,
-                )  # fmt: skip
-                st.caption(
-                    parts.provenance(pair.quantity, predicted=pair.predicted, band=pair.band, measured=pair.measured)
+                    f"{quantity.card} error", percent(error) if error is not None else "unknown", help=quantity.help
                 )
+                said = f"measured {shown(quantity, pair.measured)}, predicted {shown(quantity, pair.predicted)}"
+                st.caption(said + (f" (80 % band {parts.span(quantity, pair.band)})" if pair.band is not None else ""))
     st.markdown(verdict(pairs))
     with st.container(horizontal=True):
         data = {"measured": joined.real_id, "predicted": joined.predicted_id, "settings": plain_data(joined.settings),

@@ -7,6 +7,7 @@ from typing import Any
 
 import streamlit as st
 from pydantic import ValidationError
+
 from twinfer.core.compare import relative_error
 from twinfer.core.config import Choice
 from twinfer.core.errors import TwinferError
@@ -35,7 +36,7 @@ class TechniquesPage(Page):
     def render(self, resources: Resources) -> None:
         parts.heading("Techniques", "What does each technique give here, alone and together?")
         parts.scenario_bar(resources)
-        results, controls = st.columns([7, 3], gap="medium")
+        results, controls = st.columns([3, 1], gap="medium")
         with controls:
             _controls(resources)
         with results:
@@ -53,11 +54,8 @@ def _controls(resources: Resources) -> None:
         for kind in ("attention", "quantizer"):
             if resources.registry.names(kind):
                 _technique(resources, kind, optional=True)
-        left, right = st.columns(2)
-        with left:
-            parts.setting("max_num_seqs")
-        with right:
-            parts.setting("max_num_batched_tokens")
+        parts.setting("max_num_seqs")
+        parts.setting("max_num_batched_tokens")
         with st.expander("Memory limits", key="memory-limits"):
             parts.setting("max_model_len")
             parts.setting("num_kv_blocks")
@@ -189,16 +187,15 @@ def _cards(
             quantity = BY_KEY[key]
             guess = None if mine.record is None else value_of(mine.record.metrics, key)
             got = None if real is None else value_of(real, key)
-            with st.container(width=225):
-                parts.card(
-                    quantity,
-                    predicted=guess,
-                    band=None if mine.record is None else band_of(mine.record.intervals, key),
-                    measured=got,
-                    base_predicted=None if base.record is None or same else value_of(base.record.metrics, key),
-                    base_measured=None if base_real is None or same else value_of(base_real, key),
-                    error=relative_error(got, guess),
-                )
+            parts.card(
+                quantity,
+                predicted=guess,
+                band=None if mine.record is None else band_of(mine.record.intervals, key),
+                measured=got,
+                base_predicted=None if base.record is None or same else value_of(base.record.metrics, key),
+                base_measured=None if base_real is None or same else value_of(base_real, key),
+                error=relative_error(got, guess),
+            )
 
 
 def _run_bar(
