@@ -85,6 +85,7 @@ class Core:
         self.sends: list[Sequence] = []  # finished, to be handed to a peer by the next plan
         self.forget: list[str] = []
         self.preempted: list[str] = []
+        self.late: dict[str, int] = {}  # ended, but a row of it is in this outstanding step
         self.num_steps = 0
         self.num_submitted = 0
         self._outputs: list[Output] = []
@@ -168,16 +169,19 @@ class Core:
                 seq.kv_load = None  # the leader loads, the others fork from it
             samples.append(seq)
             self.sequences[seq.id] = seq
+            if seq.id in self.forget:  # an ended request had this id: the executor knows the new one already
+                self.forget.remove(seq.id)
+                self.preempted.append(seq.id)
             self.enqueue(seq)
         self.requests[request.id] = samples
 
     def _refusal(self, request: Request) -> str:
         length = len(request.prompt)
         limits = self.limits
-        if request.id in self.requests or request.id in self.sequences:
+        if request.id in self.requests or request.id in self.sequences or request.id in self.late:
             return f"request id {request.id!r} is already in use; give each request its own id"
         for index in range(1, request.params.n):
-            if f"{request.id}/{index}" in self.sequences:
+            if f"{request.id}/{index}" in self.sequences or f"{request.id}/{index}" in self.late:
                 return f"request id {request.id!r} clashes with a sample of another request; choose another id"
         if length == 0:
             return "the prompt is empty; give at least one token"
@@ -186,7 +190,9 @@ class Core:
                 f"the prompt has {length} tokens and needs room for one more, but max_model_len is "
                 f"{limits.max_model_len}; shorten the prompt or raise max_model_len"
             )
-        need = self.ledger.blocks_for(length + 1)
+        # The last token of a request is never stored, so one that asks for a single token needs no more room.
+        limit = min(length + request.params.max_tokens, limits.max_model_len)
+        need = self.ledger.blocks_for(min(length + 1, limit - 1))
         if need > limits.num_blocks:
             return (
                 f"the prompt of {length} tokens needs {need} KV blocks of {self.ledger.block_size} tokens, but the "
@@ -205,6 +211,8 @@ class Core:
         for row, res in zip(plan.rows, result.rows, strict=True):
             seq = self.sequences.get(row.seq)
             if seq is None:  # aborted, or ended by an earlier step, while this row ran
+                if self.late.get(row.seq) == step:
+                    del self.late[row.seq]
                 continue
             if seq.last_step == step:
                 seq.last_step = None
@@ -293,6 +301,8 @@ class Core:
 
     def unqueue(self, seq: Sequence) -> None:
         index = bisect_left(self.waiting, (seq.order, seq.number))
+        if index == len(self.waiting) or self.waiting[index][2] is not seq:  # keys that do not compare (not-a-number)
+            index = next(i for i, entry in enumerate(self.waiting) if entry[2] is seq)
         del self.waiting[index]
 
     def preempt(self, seq: Sequence) -> None:
@@ -336,8 +346,12 @@ class Core:
         seq.status = Status.DONE
         # Rows of outstanding steps may still write to these blocks.
         self.ledger.release(seq, seq.last_step)
+        if seq.last_step is not None:
+            self.late[seq.id] = seq.last_step
         del self.sequences[seq.id]
         self.forget.append(seq.id)
+        if seq.id in self.preempted:
+            self.preempted.remove(seq.id)
 
     def view(self, now: float) -> View:
         return View(

@@ -65,7 +65,8 @@ class Planner:
                     )
                 if self.budget <= 0 or len(self.rows) >= core.limits.max_num_seqs:
                     break
-                self._consider(want)
+                if core.sequences.get(want.seq.id) is want.seq:  # else ended, or never of this core
+                    self._consider(want)
         self._settle()
 
     def _consider(self, want: Want) -> None:
@@ -105,6 +106,9 @@ class Planner:
         ledger = self.ledger
         if not ledger.writable(seq, start, stop):
             grown = ledger.grow(seq, start, stop)
+            if isinstance(grown, int) and drafts:  # guesses are not worth anyone's blocks
+                drafts, stop = (), start + n
+                grown = ledger.grow(seq, start, stop)
             if isinstance(grown, int):
                 if not self._make_room(seq, grown):
                     return False
@@ -154,6 +158,8 @@ class Planner:
         for victim in self._ask("victims", lambda: self.core.scheduler.victims(view, shortage)):
             if not isinstance(victim, Sequence):
                 raise PluginError(f"scheduler named {victim!r} as a victim; name a Sequence of the view")
+            if self.core.sequences.get(victim.id) is not victim:
+                continue
             if victim.status is not _RUNNING or victim.inflight or victim.id in self._planned:
                 continue
             self.core.preempt(victim)
@@ -185,6 +191,8 @@ class Planner:
 
     def _admit(self, seq: Sequence, want: Want) -> None:
         core, ledger = self.core, self.ledger
+        if seq.kv_load is not None and min(seq.kv_load.num_tokens, seq.known - 1) < 1:
+            seq.kv_load = None  # nothing to load: compute it
         loading = seq.kv_load is not None
         rows = len(core.running) - len(self._preempted) + self._num_admitted_rows
         if not loading and rows >= core.limits.max_num_seqs:
@@ -198,18 +206,21 @@ class Planner:
             elif leader.num_preemptions == 0 and leader.status in (_WAITING, _RUNNING, Status.LOADING):
                 return  # its prompt is about to be shared: a gate, takes nothing
         pool = ledger.pool
+        # Beside others there must be room for a first step, or it would be preempted at once; alone it may
+        # use the pool to its last slot. The last token of a sequence is never stored.
+        others = bool(core.running or self._admitted)
+        stored = min(seq.known + others, seq.limit - 1)
         if fork:
             assert leader is not None
             tokens = seq.known - 1
             count = -(-tokens // ledger.block_size)
-            need = ledger.blocks_for(seq.known + 1) - count + (tokens % ledger.block_size > 0)
+            need = ledger.blocks_for(stored) - count + (tokens % ledger.block_size > 0)
             room = pool.available
         else:
             hits = [] if loading else ledger.hits(seq)
-            need = ledger.blocks_for(seq.known + 1) - len(hits)
+            need = ledger.blocks_for(stored) - len(hits)
             room = pool.available - sum(pool.refs[b] == 0 for b in hits)
             tokens = len(hits) * ledger.block_size
-        others = bool(core.running or self._admitted)
         spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
         if need > room - spare:
             self._closed = True
@@ -249,9 +260,6 @@ class Planner:
     def _load(self, seq: Sequence) -> None:
         assert seq.kv_load is not None
         tokens = min(seq.kv_load.num_tokens, seq.known - 1)
-        if tokens < 1:  # nothing to load: compute it
-            seq.kv_load = None
-            return
         grown = self.ledger.grow(seq, 0, tokens)
         assert not isinstance(grown, int) and grown[0] is not None
         self.grants.append(grown[0])

@@ -39,7 +39,7 @@ class Static(Technique):
             if first is not None and first.arrival + self.options.max_wait_s > view.now:
                 yield Defer(first.arrival + self.options.max_wait_s)
                 return
-        prompts = [seq for seq in view.running if not seq.output]
+        prompts = [seq for seq in view.running if seq.remaining > 1]  # also what is recomputed after a preemption
         for seq in prompts:
             yield Want(seq, budget)
         if is_open:
