@@ -92,6 +92,7 @@ class TorchAttention:
 class _Step:
     def __init__(self, shape: AttentionShape, batch: PackedBatch, kv: KVStorage) -> None:
         self.shape, self.kv, self.slots = shape, kv, batch.slots
+        self.whole = slice(0, batch.num_tokens)
         dtype = kv.keys[0].dtype
         self.parts = {w: _cut(batch.spans, w, shape, dtype, kv.device) for w in dict.fromkeys(shape.windows)}
 
@@ -102,7 +103,8 @@ class _Step:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         parts = self.parts[self.shape.windows[layer]]
-        if len(parts) == 1:
+        where = parts[0].where
+        if isinstance(where, slice) and where == self.whole:
             return parts[0].run(q, k, v, keys, values).flatten(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in parts:

@@ -167,6 +167,8 @@ class TorchExecutor:
         if entries:
             for place, entry, answer in zip(sampled, entries, self.sampler.sample(logits, entries), strict=True):
                 answers[place] = answer
+                if answer.failure is not None:
+                    self.kv.clear_non_finite(self._states[entry.seq].table)
                 self._states[entry.seq].sampled(plan.step, entry.position, answer.tokens)
         mark("sample")
         return answers

@@ -6,7 +6,8 @@ Invariants
 * A table only grows by `append`, changes by `copy` and ends by `clear` or `drop`; nobody else writes it.
 * `slots[i]` of a sequence is where position i lives.
 * `run` tokens from position 0 lie in consecutive slots; such a prefix can be read as a view.
-* Memory starts as zeros: padding never brings in values that were not computed here.
+* Memory starts as zeros and `clear_non_finite` cleans up after a failed row, so that what padding reads and masks is
+  always finite (0 * NaN would be NaN).
 """
 
 from __future__ import annotations
@@ -93,6 +94,12 @@ class KVStorage:
         source = torch.tensor([s for s, _ in pairs], device=self.device)
         target = torch.tensor([t for _, t in pairs], device=self.device)
         self._all.index_copy_(2, target, self._all.index_select(2, source))
+
+    def clear_non_finite(self, table: Table) -> None:
+        """Zero the NaN and infinite values of one sequence; its other values may be shared and stay."""
+        slots = torch.from_numpy(table.slots).to(self.device)
+        flat = self._all.flatten(2, 3)
+        flat.index_copy_(2, slots, flat.index_select(2, slots).nan_to_num(0.0, 0.0, 0.0))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
