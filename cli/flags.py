@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from twinfer.cli.session import Session
 from typer.core import TyperCommand
+
+from twinfer.cli.session import Session
 
 if TYPE_CHECKING:
     from twinfer.core.config import Choice, EngineConfig
@@ -78,7 +79,11 @@ def _scenario_options(
     op_time: Annotated[
         list[str] | None,
         typer.Option(
-            rich_help_panel=_TECHNIQUES, metavar="NAME", help="Op-time model of the simulator; repeat for a chain."
+            "--op-time-model",
+            "--op-time",
+            rich_help_panel=_TECHNIQUES,
+            metavar="NAME",
+            help="Op-time model of the simulator; repeat for a chain.",
         ),
     ] = None,
     max_model_len: Annotated[
@@ -250,6 +255,7 @@ class Scenario:
 def make_config(fields: dict[str, Any]) -> EngineConfig:
     """An EngineConfig; the first mistake becomes a ConfigError that names the flag."""
     from pydantic import ValidationError
+
     from twinfer.core.config import EngineConfig
     from twinfer.core.errors import ConfigError
 

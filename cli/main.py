@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
 from twinfer.cli import demo, facts, plugins, runs, serve
 from twinfer.cli.session import Session
-from typer.core import TyperGroup
 
 _GLOBAL_WITH_VALUE = ("-p", "--plugin-module", "--plugins-dir")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer keeps it in a private module

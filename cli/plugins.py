@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from twinfer.cli import show
 from twinfer.cli.session import Session
 

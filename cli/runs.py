@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from twinfer.cli import show
 from twinfer.cli.flags import Scenario, ScenarioCommand, takes_scenario
 
 if TYPE_CHECKING:
+    from twinfer.cli.session import Session
+    from twinfer.core.config import EngineConfig
     from twinfer.core.records import RunRecord
-
-_STOPPED = 130  # as a shell reports Ctrl-C
+    from twinfer.core.workload import Encode, Workload
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -97,7 +99,7 @@ def compare(
             refuse_unserved(record)
             _save(record, scenario)
             if not record.complete:
-                raise typer.Exit(_STOPPED)
+                raise typer.Exit(show.STOPPED)
             records.append(record)
     joined = join(*records)
     if scenario.as_json:
@@ -116,19 +118,42 @@ def execute(world: str, scenario: Scenario) -> RunRecord:
 
     if scenario.model is None:
         raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
-    config, workload = scenario.config(), scenario.workload()
-    if world == "engine":
-        from twinfer.core.runtime.run import run_engine as start
-    else:
-        from twinfer.simulator.run import simulate as start
-    label = "running" if world == "engine" else "simulating"
-    with show.interruptible() as should_stop, show.progress(label) as on_progress:
-        record: RunRecord = start(
-            config, workload, registry=scenario.session.registry, on_progress=on_progress, should_stop=should_stop
-        )
+    record = start(world, "running" if world == "engine" else "simulating", scenario.config(), scenario.workload(),
+                   scenario.session)  # fmt: skip
     if scenario.name:
         record.name = scenario.name
     return record
+
+
+def start(world: str, label: str, config: EngineConfig, workload: Workload, session: Session) -> RunRecord:
+    """A run in `world`, "engine" or "simulator"; texts are encoded in both, where the model's tokenizer is at hand."""
+    with show.interruptible() as should_stop, show.progress(label) as on_progress:
+        if world == "engine":
+            from twinfer.core.runtime.run import run_engine
+
+            return run_engine(config, workload, session.registry, on_progress=on_progress, should_stop=should_stop)
+        from twinfer.simulator.run import simulate as predict
+
+        return predict(
+            config, workload, session.registry, on_progress=on_progress, should_stop=should_stop,
+            encode=_encoder(config.model) if workload.prompts or workload.trace else None,
+        )  # fmt: skip
+
+
+def _encoder(model: str) -> Encode | None:
+    """The model's tokenizer, when its files are on this machine; else lengths of texts are estimated."""
+    from twinfer.core.catalog import locate_weights
+    from twinfer.core.errors import ModelError
+
+    weights = locate_weights(model)
+    if weights is None:
+        return None
+    from twinfer.core.runtime.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(weights).encode
+    except ModelError:
+        return None
 
 
 def payload(record: RunRecord, path: Path | None) -> dict[str, Any]:
@@ -159,13 +184,14 @@ def _finish(record: RunRecord, scenario: Scenario) -> None:
     if scenario.as_json:
         show.print_json(payload(record, path))
     else:
-        show.print_table(show.record_table(record))
+        for table in show.record_tables(record):
+            show.print_table(table)
         for key, reason in record.reasons.items():
             print(f"{key}: {reason}")
         if path is not None:
             print(f"saved as {record.id} in {path}")
     if not record.complete:
-        raise typer.Exit(_STOPPED)
+        raise typer.Exit(show.STOPPED)
 
 
 def refuse_unserved(record: RunRecord) -> None:

@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
+
     from twinfer.core.compare import Comparison
     from twinfer.core.records import RunRecord
     from twinfer.core.run_store import RunSummary
+
+STOPPED = 130
+"""Exit code after Ctrl-C, as shells report it."""
 
 OnProgress = Callable[[int, int, Mapping[str, Any]], None]
 
@@ -122,26 +126,24 @@ def new_table(caption: str, *columns: str) -> Table:
     return table
 
 
-def record_table(record: RunRecord) -> Table:
-    """Metrics of one run: single numbers first, then latencies with their percentiles."""
+def record_tables(record: RunRecord) -> list[Table]:
+    """Metrics of one run: single numbers with the prediction's band, then latencies with their percentiles."""
     what = "predicted" if record.world == "simulator" else "measured"
-    config = record.config
-    caption = f"{config.get('model')} on {config.get('device')}, {what} ({record.id})"
-    table = new_table(caption, "", *_STATISTICS)
-    metrics = record.metrics
+    config, metrics = record.config, record.metrics
+    techniques = " + ".join(str(config.get(k, {}).get("name")) for k in ("scheduler", "kv_cache") if config.get(k))
+    numbers = new_table(f"{config.get('model')} on {config.get('device')}, {techniques}: {what}", "", "", "80 % band")
     for name in ("output_throughput", "total_throughput", "request_throughput", "duration", "peak_kv_bytes",
                  "kv_waste", "num_preemptions", "prefix_cache_hit_rate"):  # fmt: skip
         band = record.intervals.get(name)
-        text = metric(name, metrics.get(name))
-        between = f"({metric(name, band[0])} to {metric(name, band[1])})" if band else ""
-        table.add_row(title(name), text, between)
+        between = f"{metric(name, band[0])} to {metric(name, band[1])}" if band and band[0] != band[1] else ""
+        numbers.add_row(title(name), metric(name, metrics.get(name)), between)
+    done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"
+    numbers.add_row("completed", done, "" if record.complete else "stopped early")
+    latencies = new_table("", "", *_STATISTICS)
     for name in _LATENCIES:
         values = metrics.get(name)
-        cells = [seconds(values[s]) for s in _STATISTICS] if values else ["not measured"]
-        table.add_row(title(name), *cells)
-    done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"
-    table.add_row("completed", done, "" if record.complete else "stopped early")
-    return table
+        latencies.add_row(title(name), *([seconds(values[s]) for s in _STATISTICS] if values else ["not measured"]))
+    return [numbers, latencies]
 
 
 def comparison_table(comparison: Comparison, names: Sequence[str] | None = None) -> Table:
@@ -202,10 +204,14 @@ def progress(label: str) -> Iterator[OnProgress]:
         task = bar.add_task(label, total=None, more="")
 
         def on_progress(done: int, total: int, info: Mapping[str, Any]) -> None:
-            more = " ".join(f"{k}={number(v)}" for k, v in info.items() if isinstance(v, int | float))
+            more = " ".join(v if isinstance(v, str) else f"{k}={number(v)}" for k, v in info.items() if _shown(v))
             bar.update(task, completed=done, total=total, more=more)
 
         yield on_progress
+
+
+def _shown(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 class Interrupt:
@@ -221,7 +227,7 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        note("stopping after this step and keeping what is done; press Ctrl-C again to drop it")
+        note("stopping after this step; press Ctrl-C again to end at once")
 
 
 @contextlib.contextmanager
@@ -239,6 +245,6 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 __all__ = [
-    "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number", "percent",
-    "print_json", "print_table", "progress", "record_table", "runs_table", "seconds", "size", "title",
+    "STOPPED", "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number", "percent",
+    "print_json", "print_table", "progress", "record_tables", "runs_table", "seconds", "size", "title",
 ]  # fmt: skip

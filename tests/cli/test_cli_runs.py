@@ -1,0 +1,305 @@
+"""`twinfer run`, `simulate` and `compare`: the fixed schema, stored runs, Ctrl-C, and everything a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STATISTICS = {"mean", "p50", "p90", "p95", "p99"}
+SIM = ("simulate", "--model", "llama-3.1-8b", "--device", "h100-sxm")
+SMALL = ("--requests", "6", "--input-len", "24", "--output-len", "4")
+
+
+def has_the_fixed_schema(record: dict[str, Any]) -> None:
+    for metrics in (record, record["metrics"]):
+        for name in ("output_throughput", "total_throughput", "request_throughput", "peak_kv_bytes"):
+            assert metrics[name] > 0
+        for name in ("ttft", "tpot", "itl", "e2e"):
+            assert metrics[name].keys() == STATISTICS and all(v > 0 for v in metrics[name].values())
+        assert 0 <= metrics["kv_waste"] < 1 and metrics["num_preemptions"] == 0
+    assert record["complete"] is True and record["metrics"]["num_completed"] == record["metrics"]["num_requests"]
+
+
+@pytest.fixture
+def run(cli: Callable, tiny_llama_dir: Path) -> Callable:
+    """`twinfer run` with the tiny model."""
+    return lambda *args: cli("run", "--model", tiny_llama_dir, "--num-kv-blocks", "64", *args)
+
+
+# --- the three commands -----------------------------------------------------------------------------
+
+
+def test_simulate_returns_the_fixed_schema(cli: Callable) -> None:
+    record = cli(*SIM, "--requests", "50", "--rate", "20", "--json").json
+    has_the_fixed_schema(record)
+    assert record["world"] == "simulator" and record["config"]["device"] == "h100-sxm"
+    assert record["metrics"]["output_tokens"] == 50 * 128
+
+
+def test_run_returns_the_same_schema(run: Callable) -> None:
+    record = run(*SMALL, "--json").json
+    has_the_fixed_schema(record)
+    assert record["world"] == "engine" and record["metrics"]["output_tokens"] == 24
+
+
+def test_rate_inf_is_valid_json(cli: Callable) -> None:
+    record = cli(*SIM, *SMALL, "--rate", "inf", "--json").json
+    assert record["workload"]["rate"] == "inf"
+
+
+def test_simulation_is_repeatable(cli: Callable) -> None:
+    args = (*SIM, *SMALL, "--rate", "5", "--seed", "3", "--no-save", "--json")
+    assert cli(*args).json["metrics"] == cli(*args).json["metrics"]
+    assert cli(*args).json["path"] is None
+
+
+def test_runs_are_saved_listed_and_compared(cli: Callable, run: Callable, tmp_path: Path) -> None:
+    real = run(*SMALL, "--runs-dir", tmp_path, "--name", "mine", "--json").json
+    predicted = cli("simulate", "--model", real["config"]["model"], "--num-kv-blocks", "64", *SMALL,
+                    "--runs-dir", tmp_path, "--json").json  # fmt: skip
+    assert Path(real["path"]).is_dir() and real["name"] == "mine"
+    listed = cli("compare", "--list", "--runs-dir", tmp_path, "--json").json
+    assert {row["id"] for row in listed} == {real["id"], predicted["id"]}
+    joined = cli("compare", real["id"], predicted["id"], "--runs-dir", tmp_path, "--json").json
+    pair = joined["metrics"]["output_throughput"]
+    assert pair["real"] == real["output_throughput"] and pair["predicted"] == predicted["output_throughput"]
+    assert joined["error"]["output_throughput"] == pytest.approx(pair["predicted"] / pair["real"] - 1)
+    assert joined["metrics"]["ttft"].keys() == STATISTICS == joined["error"]["tpot"].keys()
+    assert joined["error"]["peak_kv_bytes"] == 0 and joined["error"]["num_preemptions"] == 0
+    assert [s for s in joined["settings"] if not s.startswith("config.model")] == []
+    table = cli("compare", real["id"], predicted["id"], "--runs-dir", tmp_path)
+    assert table.code == 0 and "output throughput" in table.out and "predicted" in table.out
+    assert "mine" in cli("compare", "--list", "--runs-dir", tmp_path).out
+
+
+def test_compare_makes_both_runs(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    joined = cli("compare", "--model", tiny_llama_dir, "--num-kv-blocks", "64", *SMALL, "--runs-dir", tmp_path,
+                 "--scheduler", "static", "--kv-cache", "contiguous", "--max-model-len", "64", "--json").json  # fmt: skip
+    assert joined["real"]["world"] == "engine" and joined["predicted"]["world"] == "simulator"
+    assert joined["real"]["config"]["scheduler"]["name"] == "static"
+    assert joined["real"]["metrics"]["output_tokens"] == joined["predicted"]["metrics"]["output_tokens"] == 24
+    assert joined["error"]["kv_waste"] is not None and joined["settings"] == {}
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_texts_have_the_same_lengths_in_both_worlds(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """The prediction counts tokens with the model's tokenizer where it is at hand (here: one a character)."""
+    joined = cli("compare", "--model", tiny_llama_dir, "--num-kv-blocks", "64", "--output-len", "3", "--prompt",
+                 "hello there", "--prompt", "and you", "--runs-dir", tmp_path, "--json").json  # fmt: skip
+    assert joined["real"]["metrics"]["prompt_tokens"] == joined["predicted"]["metrics"]["prompt_tokens"] >= 18
+
+
+def test_tables_for_people(cli: Callable, run: Callable) -> None:
+    for ran in (cli(*SIM, *SMALL), run(*SMALL)):
+        assert ran.code == 0 and ran.err == ""
+        for word in ("output throughput", "tok/s", "TTFT", "TPOT", "KV waste", "6 of 6", "saved as"):
+            assert word in ran.out
+
+
+def test_generated_flags_are_the_techniques_options(cli: Callable) -> None:
+    record = cli(*SIM, *SMALL, "--scheduler.chunk-size", "8", "--kv-cache", "paged", "--kv-cache.block-size", "4",
+                 "--no-save", "--json").json  # fmt: skip
+    assert record["config"]["scheduler"] == {"name": "continuous", "options": {"chunk_size": 8}}
+    assert record["config"]["kv_cache"] == {"name": "paged", "options": {"block_size": 4}}
+    same = cli(*SIM, *SMALL, "--scheduler", "continuous:chunk_size=8", "--kv-cache", "paged:block_size=4",
+               "--no-save", "--json").json  # fmt: skip
+    assert same["metrics"] == record["metrics"] and same["config"] == record["config"]
+
+
+def test_help_shows_options_of_techniques(cli: Callable) -> None:
+    text = cli("simulate", "--help").out
+    assert "--scheduler.chunk-size" in text and "--kv-cache.block-size" in text and "static: most sequences" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1GiB", 2**30), ("1.5 GB", 15 * 10**8), ("512k", 2**19), ("1e9", 10**9), ("42", 42), ("3b", 3)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    from twinfer.cli.flags import parse_size
+
+    assert parse_size("--x", text) == expected
+
+
+def test_defaults_are_those_of_the_core(cli: Callable) -> None:
+    """An option that was not given must not override the default of the configuration."""
+    from twinfer.core.config import EngineConfig
+
+    config = cli(*SIM, *SMALL, "--no-save", "--json").json["config"]
+    decided = {"model", "device", "dtype", "kv_dtype", "max_model_len", "num_kv_blocks"}
+    default = EngineConfig(model="m").model_dump(mode="json")
+    assert {k: v for k, v in config.items() if k not in decided} == {
+        k: v for k, v in default.items() if k not in decided
+    }
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------
+
+INTERRUPTS = """
+import signal
+from twinfer import hookimpl
+
+steps = 0
+
+@hookimpl
+def on_step(plan, result):
+    global steps
+    steps += 1
+    if steps in {at!r}:
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("world", ["simulate", "run"])
+def test_ctrl_c_saves_what_is_done(cli: Callable, tiny_llama_dir: Path, tmp_path: Path, world: str) -> None:
+    (tmp_path / "stop.py").write_text(INTERRUPTS.format(at=(8,)))
+    ran = cli("--plugins-dir", tmp_path, world, "--model", tiny_llama_dir, "--num-kv-blocks", "64", "--requests", "20",
+              "--input-len", "16", "--output-len", "16", "--max-num-seqs", "2", "--runs-dir", tmp_path / "runs",
+              "--json")  # fmt: skip
+    assert ran.code == 130
+    record = json.loads(ran.out)
+    assert record["complete"] is False and 0 < record["metrics"]["num_steps"] < 20
+    assert "stopping" in ran.err and "Traceback" not in ran.err
+    [listed] = cli("compare", "--list", "--runs-dir", tmp_path / "runs", "--json").json
+    assert listed["id"] == record["id"] and listed["complete"] is False
+
+
+def test_a_second_ctrl_c_ends_at_once(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "stop.py").write_text(INTERRUPTS.format(at=(3, 4)))
+    plugin = (tmp_path / "stop.py").read_text()
+    (tmp_path / "stop.py").write_text(
+        plugin.replace("steps in (3, 4)", "steps == 3") + "        signal.raise_signal(2)\n"
+    )
+    ran = cli("--plugins-dir", tmp_path, "simulate", "--model", tiny_llama_dir, "--num-kv-blocks", "64",
+              "--requests", "20", "--runs-dir", tmp_path / "runs", "--json", "--input-len", "16", "--output-len", "16")  # fmt: skip
+    assert ran.code == 130 and ran.out == "" and "Traceback" not in ran.err
+
+
+# --- mistakes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--prompt", ""), ("--prompt", "empty")),
+        (("--prompt", "  "), ("--prompt", "empty")),
+        (("--input-len", "600"), ("600 tokens", "max_model_len")),
+        (("--prompt", "x" * 600), ("tokens", "max_model_len")),
+        (("--input-len", "24", "--max-model-len", "16"), ("24 tokens", "max_model_len")),
+        (("--max-model-len", "513"), ("--max-model-len", "512")),
+        (("--scheduler", "nope"), ("--scheduler", "nope", "continuous")),
+        (("--kv-cache", "nope"), ("--kv-cache", "nope", "paged")),
+        (("--attention", "nope"), ("--attention", "nope")),
+        (("--quant", "nope"), ("--quant", "nope")),
+        (("--op-time-model", "nope"), ("--op-time-model", "nope")),
+        (("--workload", "nope"), ("--workload", "nope")),
+        (("--scheduler", "continuous:chunks=3"), ("chunks", "chunk_size")),
+        (("--scheduler", "continuous:chunk_size=many"), ("chunk_size", "integer")),
+        (("--scheduler", "continuous:chunk_size=0"), ("chunk_size", "0")),
+        (("--kv-cache", "paged:block_size"), ("block_size", "has no value")),
+        (("--scheduler.nothing", "3"), ("--scheduler.nothing",)),
+        (("--scheduler", "static", "--scheduler.chunk-size", "3"), ("static", "chunk_size", "batch_size")),
+        (("--unknown-option", "3"), ("--unknown-option",)),
+        (("--trace", "missing.csv"), ("--trace", "missing.csv", "no such file")),
+        (("--num-kv-blocks", "1", "--input-len", "64"), ("--num-kv-blocks", "use at least")),
+        (("--kv-memory-bytes", "1KiB"), ("--kv-memory-bytes", "use at least")),
+        (("--kv-memory-bytes", "lots"), ("--kv-memory-bytes", "lots", "GiB")),
+        (("--num-kv-blocks", "0"), ("--num-kv-blocks", "0")),
+        (("--rate", "-1"), ("--rate", "-1", "inf")),
+        (("--rate", "0"), ("--rate", "0")),
+        (("--rate", "nan"), ("--rate", "nan")),
+        (("--requests", "0"), ("--requests", "0")),
+        (("--requests", "-5"), ("--requests", "-5")),
+        (("--input-len", "0"), ("--input-len", "0")),
+        (("--output-len", "0"), ("--output-len", "0")),
+        (("--lengths", "normal"), ("--lengths", "normal", "lognormal")),
+        (("--spread", "0.5"), ("--spread", "--lengths")),
+        (("--temperature", "-1"), ("temperature", "-1")),
+        (("--seed", "-1"), ("--seed", "-1")),
+        (("--dtype", "fp17"), ("--dtype", "fp17")),
+        (("--kv-dtype", "fp17"), ("--kv-dtype", "fp17")),
+        (("--device", "h1000"), ("--device", "h1000")),
+        (("--memory-fraction", "0"), ("--memory-fraction", "0")),
+        (("--max-num-seqs", "0"), ("--max-num-seqs", "0")),
+        (("--max-num-batched-tokens", "0"), ("--max-num-batched-tokens", "0")),
+        (("--tp", "0"), ("--tp", "0")),
+    ],
+)
+@pytest.mark.parametrize("world", ["run", "simulate"])
+def test_mistakes(
+    cli: Callable, tiny_llama_dir: Path, world: str, args: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    given = dict.fromkeys(args[::2])
+    sizes = [] if {"--num-kv-blocks", "--kv-memory-bytes"} & given.keys() else ["--num-kv-blocks", "64"]
+    ran = cli(world, "--model", tiny_llama_dir, *sizes, "--requests", "2", *args, "--json")
+    ran.is_error(*words)
+    assert list(Path.home().rglob("record.json")) == []  # nothing was saved
+
+
+@pytest.mark.parametrize("world", ["run", "simulate"])
+def test_damaged_model_files(cli: Callable, tmp_path: Path, world: str) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    (tmp_path / "noise.gguf").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{")
+    for name in ("cut.gguf", "noise.gguf", "empty.gguf", "config.json", "missing.gguf"):
+        cli(world, "--model", tmp_path / name).is_error(name)
+    cli(world, "--model", tmp_path / "no" / "folder").is_error("folder")
+
+
+def test_a_model_without_weights_cannot_be_run(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_llama_dir / "config.json").read_text())
+    cli("run", "--model", tmp_path, *SMALL).is_error("weights")
+
+
+def test_a_truncated_gguf_is_one_line(cli: Callable, smollm2_gguf: Path, tmp_path: Path) -> None:
+    """The header is whole, the weights are not."""
+    with smollm2_gguf.open("rb") as file:
+        (tmp_path / "half.gguf").write_bytes(file.read(8_000_000))
+    cli("run", "--model", tmp_path / "half.gguf", *SMALL).is_error("half.gguf")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "not a trace\n", "TIMESTAMP,ContextTokens\n", "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,x,3\n"],
+)
+def test_damaged_traces(cli: Callable, tmp_path: Path, content: str) -> None:
+    (tmp_path / "trace.csv").write_text(content)
+    cli(*SIM, "--trace", tmp_path / "trace.csv").is_error("trace.csv")
+
+
+def test_stored_runs_that_are_not_there(cli: Callable, tmp_path: Path) -> None:
+    cli("compare", "a", "b", "--runs-dir", tmp_path).is_error("'a'", "--list")
+    cli("compare", "a", "--runs-dir", tmp_path).is_error("two runs")
+    cli("compare", "--runs-dir", tmp_path).is_error("--model", "two stored runs")
+    assert "no runs in" in cli("compare", "--list", "--runs-dir", tmp_path).out
+    assert cli("compare", "--list", "--runs-dir", tmp_path, "--json").json == []
+
+
+def test_a_damaged_stored_run_is_told(cli: Callable, tmp_path: Path) -> None:
+    record = cli(*SIM, *SMALL, "--runs-dir", tmp_path, "--json").json
+    (Path(record["path"]) / "steps.parquet").write_bytes(b"PAR1 no")
+    cli("compare", record["id"], record["id"], "--runs-dir", tmp_path).is_error("steps.parquet", "damaged")
+    (Path(record["path"]) / "record.json").write_text("{")
+    assert "damaged" in cli("compare", "--list", "--runs-dir", tmp_path).out
+
+
+def test_a_place_that_cannot_be_written_is_told(cli: Callable, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    ran = cli(*SIM, *SMALL, "--runs-dir", tmp_path / "file", "--json")
+    ran.is_error("cannot save", "--runs-dir")
+
+
+def test_some_requests_too_long_are_told_and_the_rest_is_served(cli: Callable, tmp_path: Path) -> None:
+    lines = [{"prompt_len": n, "output_len": 4} for n in (10, 5000, 20)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = (*SIM, "--trace", tmp_path / "t.jsonl", "--max-model-len", "100", "--no-save", "--json")
+    ran = cli(*args)
+    assert ran.json["metrics"]["num_completed"] == 2
+    assert "r1 was not served" in ran.err and "5000 tokens" in ran.err
+    filtered = cli(*args, "--too-long", "filter")
+    assert filtered.json["metrics"]["num_requests"] == 2 and filtered.err == ""
