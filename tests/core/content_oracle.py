@@ -262,7 +262,7 @@ class MemoryModel:
                 if token.seq != row.seq or token not in self.sampled:
                     raise Violation(f"{row}: {token} has not been sampled")
                 token = self.sampled[token]
-            if not 0 <= token:
+            if token < 0:
                 raise Violation(f"{row}: {token} is not a token")
             tokens.append(token)
         return tokens
@@ -432,6 +432,7 @@ class World:
         self.current: dict[str, Tracked] = {}  # the latest request of each id
         self.results: dict[int, StepResult] = {}  # of launched steps, when executed
         self.plans: list[StepPlan] = []
+        self.touched: dict[int, dict[int, str]] = {}  # outstanding step -> block -> sequence whose row uses it
         self.events: list[tuple[float, Event | None]] = []  # None: next_step was asked
         self.steps_done = 0
 
@@ -475,6 +476,7 @@ class World:
         action = self.core.next_step(self.now)
         if isinstance(action, StepPlan):
             self._check_plan(action)
+            self._check_in_flight(action)
             self.plans.append(action)
             if not self.lazy:
                 self._catch_up()
@@ -496,6 +498,7 @@ class World:
         if step not in self.results:
             self.results[step] = self.memory.execute(self.core.outstanding[step])
         result = self.results.pop(step)
+        del self.touched[step]
         if fail_row is not None and result.rows:
             rows = list(result.rows)
             rows[fail_row % len(rows)] = RowResult(failure="device lost")
@@ -588,7 +591,7 @@ class World:
         if in_use:
             rows = {row.seq for plan in self.core.outstanding.values() for row in plan.rows}
             ids = {request.id, *(f"{request.id}/{i}" for i in range(request.params.n))}
-            if not ids & ({*self.core.sequences} | rows):
+            if not ids & {*self.core.sequences, *self.core.requests, *rows}:
                 raise Violation(f"{request.id} was rejected: {why}")
         elif self._fits(request):
             raise Violation(f"{request.id} was rejected: {why}")
@@ -608,6 +611,17 @@ class World:
         json_rows = plan.to_json().count('"need"')
         if json_rows != len(plan.rows):
             raise Violation("the plan's text lacks rows")
+
+    def _check_in_flight(self, plan: StepPlan) -> None:
+        """A block that an outstanding row uses is given to nobody else before that step is done."""
+        fresh = [(g.seq, block) for g in plan.grants for block in g.blocks[g.shared :]]
+        fresh += [(copy.seq, copy.target) for copy in plan.copies]
+        for seq, block in fresh:
+            for step, users in self.touched.items():
+                if block in users:
+                    raise Violation(f"block {block} goes to {seq} while step {step} uses it for {users[block]}")
+        tables = self.core.ledger.tables
+        self.touched[plan.step] = {block: row.seq for row in plan.rows for block in tables[row.seq].blocks}
 
     def _check_end(self, tracked: Tracked, end: Finished) -> None:
         request = tracked.request

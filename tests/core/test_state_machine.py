@@ -13,6 +13,7 @@ from content_oracle import NastyScheduler, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import StepPlan
 from twinfer.core.policy import KVCache, Limits, Scheduler
