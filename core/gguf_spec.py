@@ -35,7 +35,7 @@ def spec_from_gguf(path: str | Path) -> ModelSpec:
     name = Path(path).stem
     try:
         config = _hf_config_of_gguf(header, name)
-    except (TypeError, ValueError, KeyError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path}: metadata of the GGUF file cannot be understood ({error!r})") from None
     spec = spec_from_hf(config, name)
     values = sum(t.num_values for t in header.tensors.values())

@@ -23,6 +23,8 @@ FAMILIES = {
 }  # fmt: skip
 """model_type -> architecture class, as in config.json."""
 
+MOST_LAYERS = 10_000
+
 
 class _Config:
     """Typed reads of a config; a value that is missing or of the wrong kind becomes one ModelError."""
@@ -72,8 +74,16 @@ def spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     Raises ModelError for an unknown architecture, a missing field or a weight format that cannot be counted.
     """
     family = family_of(config, name)
-    c = _Config(config, name)
+    try:
+        return _read(_Config(config, name), family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{name}: config.json cannot be understood ({error!r})") from None
+
+
+def _read(c: _Config, family: str) -> ModelSpec:
     num_layers, hidden, heads = (c.count(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    if num_layers > MOST_LAYERS:
+        raise ModelError(f"{c.name}: num_hidden_layers={num_layers} is not plausible; the file is damaged")
     theta, local_theta, scaling = _rope(c)
     gemma = family in ("gemma2", "gemma3_text")
     qwen2_bias = family == "qwen2"
@@ -85,7 +95,7 @@ def spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     block_bits, linear_dtype = _stored_format(c, moe)
     eos = c.get("eos_token_id", [])
     return ModelSpec(
-        name=name,
+        name=c.name,
         family=family,
         num_layers=num_layers,
         hidden_size=hidden,
@@ -146,9 +156,13 @@ def _rope(c: _Config) -> tuple[float, float | None, Mapping[str, Any] | None]:
         params = dict(nested if isinstance(nested, Mapping) else new)
         theta = float(params.pop("rope_theta", theta))
         scaling = params
-    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        scaling = None
-    return theta, local, dict(scaling) if scaling else None
+    if not isinstance(scaling, Mapping):
+        return theta, local, None
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta, local, None
+    rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")}
+    return theta, local, {**rest, "rope_type": kind}
 
 
 def _windows(c: _Config, family: str, num_layers: int) -> tuple[int | None, ...]:
@@ -197,7 +211,7 @@ def _moe(c: _Config, family: str) -> MoESpec | None:
         if c.get("decoder_sparse_step", 1) != 1 or c.get("mlp_only_layers", []):
             raise ModelError(f"{c.name}: dense layers between MoE layers are not supported; mlp_only_layers must be []")
         return MoESpec(
-            num_experts=c.count("num_experts"),
+            num_experts=c.count("num_experts", c.get("num_local_experts")),  # the name in transformers 5
             top_k=c.count("num_experts_per_tok"),
             intermediate_size=c.count("moe_intermediate_size"),
         )

@@ -1,0 +1,160 @@
+"""Device files: public numbers, names, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from twinfer.core.device import (
+    DeviceSpec,
+    all_devices,
+    calibrated_path,
+    device_files,
+    load_device,
+    read_device,
+    write_device,
+)
+from twinfer.core.errors import ConfigError
+from twinfer.core.registry import Registry
+
+NAMES = [
+    "a10",
+    "a100-sxm-40gb",
+    "a100-sxm-80gb",
+    "b200",
+    "cpu",
+    "h100-pcie",
+    "h100-sxm",
+    "h200-sxm",
+    "l4",
+    "l40s",
+    "mi300x",
+    "rtx-4090",
+]
+
+
+def test_ridge_point_of_h100_in_bf16() -> None:
+    assert round(load_device("h100-sxm").ridge("bfloat16")) == 295
+
+
+def test_h100_numbers_are_dense() -> None:
+    h100 = load_device("h100-sxm")
+    assert (h100.memory_bytes, h100.memory_bandwidth) == (80 * 10**9, 3.35e12)
+    assert h100.peak_flops["bfloat16"] == h100.peak_flops["float16"] == 989.4e12
+    assert h100.peak_flops["fp8"] == h100.peak_flops["int8"] == 1979e12
+
+
+def test_shipped_devices() -> None:
+    assert sorted(device_files()) == NAMES
+    for device in all_devices():
+        assert device.source and device.date >= "2020", device.name
+        assert device.name == next(name for name, path in device_files().items() if read_device(path) == device)
+        assert device.efficiency and device.efficiency_source
+        assert 0.9 < device.usable_bytes / device.memory_bytes < 1.08
+        assert (device.price_per_hour is None) == (not device.price_source), "a price needs its source"
+        assert device.peak_flops["bfloat16"] == device.peak_flops["float16"]
+        assert 5 < device.ridge("bfloat16") < 500
+    assert "fp8" not in load_device("a100").peak_flops and "fp8" not in load_device("a10").peak_flops
+
+
+def test_names_and_aliases_are_unique() -> None:
+    names = [name for device in all_devices() for name in (device.name, *device.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("h100", "h100-sxm"), ("h200", "h200-sxm"), ("a100", "a100-sxm-80gb"), ("H100-SXM", "h100-sxm"), ("4090", "rtx-4090")]
+)  # fmt: skip
+def test_aliases(alias: str, name: str) -> None:
+    assert load_device(alias).name == name
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("h10", "h100"), ("a100-sxm-80", "a100-sxm-80gb"), ("mi30", "mi300"), ("rtx4080", "rtx4090")]
+)
+def test_unknown_device_suggests_close_names(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_device(typo)
+    assert repr(meant) in caught.value.fix and "cpu" in caught.value.fix and "\n" not in str(caught.value)
+
+
+def test_dtype_without_a_peak() -> None:
+    with pytest.raises(ConfigError, match="a100-sxm-80gb has no peak for it; it has float32, bfloat16"):
+        load_device("a100").ridge("fp8")
+
+
+def test_auto_is_this_machine_when_calibrated(tmp_path: Path) -> None:
+    assert load_device("auto", root=tmp_path).name == "cpu"
+    with pytest.raises(ConfigError, match="run `twinfer calibrate` first"):
+        load_device("local", root=tmp_path)
+    mine = load_device("cpu").model_copy(
+        update={"name": "local", "memory_bandwidth": 1.5e10, "calibration": {"version": 1}}
+    )
+    path = write_device(mine, calibrated_path(tmp_path))
+    assert path == tmp_path / "devices" / "local.json"
+    assert load_device("auto", root=tmp_path) == load_device("local", root=tmp_path) == mine
+    assert [p.name for p in path.parent.iterdir()] == ["local.json"], "no half-written file is left"
+
+
+def test_user_file_by_path(tmp_path: Path) -> None:
+    path = write_device(load_device("l4").model_copy(update={"name": "mine"}), tmp_path / "mine.json")
+    assert load_device(path).name == load_device(str(path)).name == "mine"
+
+
+def test_device_of_a_plugin(tmp_path: Path) -> None:
+    write_device(
+        load_device("l4").model_copy(update={"name": "tpu-x", "aliases": ("tx",)}), tmp_path / "specs" / "tpu-x.json"
+    )
+    (tmp_path / "more_devices.py").write_text(
+        "from pathlib import Path\n"
+        "import twinfer\n"
+        "class More(twinfer.Technique):\n"
+        "    name, summary = 'more', 'more devices'\n"
+        "    path = Path(__file__).with_name('specs')\n"
+        "@twinfer.hookimpl\n"
+        "def register_device(register):\n"
+        "    register(More)\n"
+    )
+    registry = Registry(plugin_dirs=[tmp_path], entry_points=False)
+    assert load_device("tpu-x", registry).name == load_device("tx", registry).name == "tpu-x"
+    assert {*NAMES, "tpu-x"} == set(device_files(registry))
+
+
+GOOD = {
+    "name": "x", "kind": "gpu", "memory_bytes": 10, "memory_bandwidth": 1.0, "peak_flops": {"float16": 1.0},
+    "source": "me", "date": "2026",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not a JSON file"), (json.dumps(GOOD | {"memory_bytes": -1}), "memory_bytes: "),
+        (json.dumps(GOOD | {"bandwith": 1}), "bandwith: "), (json.dumps(GOOD | {"kind": "tpu"}), "kind: "),
+        (json.dumps(GOOD | {"peak_flops": {}}), "at least one dtype"),
+        (json.dumps(GOOD | {"peak_flops": {"fp16": 1.0}}), "write 'float16' instead of 'fp16'"),
+        (json.dumps(GOOD | {"peak_flops": {"nibble": 1.0}}), "no such number format"),
+        (json.dumps(GOOD | {"peak_flops": {"fp8": 0}}), "fp8 must be positive"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "source"}), "source: Field required"),
+        ("[]", "valid dictionary"),
+    ],
+)  # fmt: skip
+def test_bad_file_names_the_field(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_device(path)
+    assert words in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["nowhere/x.json", "x.json"])
+def test_missing_file(missing: str) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_device(missing)
+
+
+def test_visible_memory_falls_back_to_the_makers() -> None:
+    assert DeviceSpec.model_validate(GOOD).usable_bytes == 10
+    assert DeviceSpec.model_validate(GOOD | {"visible_bytes": 9}).usable_bytes == 9

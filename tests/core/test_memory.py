@@ -1,0 +1,250 @@
+"""The memory budget: what fits, its equations, and what is suggested when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinfer.core.catalog import resolve_spec, spec_names
+from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.device import load_device
+from twinfer.core.errors import ConfigError
+from twinfer.core.memory import (
+    MemoryBudget,
+    activation_bytes,
+    blocks_for,
+    budget_on,
+    fixes_for,
+    memory_budget,
+)
+from twinfer.core.memory_fixes import INT4_BITS
+
+H100 = load_device("h100-sxm")
+GIB = 2**30
+
+
+def config(model: str = "llama-3-8b", **changes: object) -> EngineConfig:
+    return EngineConfig(model=model, **changes)  # type: ignore[arg-type]
+
+
+def budget(model: str = "llama-3-8b", memory: int = 80 * GIB, **changes: object) -> MemoryBudget:
+    return memory_budget(resolve_spec(model), memory, config(model, **changes))
+
+
+def test_24_blocks_for_lengths_100_50_200() -> None:
+    assert blocks_for([100, 50, 200], 16) == 24
+
+
+@given(st.lists(st.integers(1, 500), max_size=20), st.integers(1, 64))
+def test_blocks_hold_their_tokens_with_less_than_a_block_to_spare_each(lengths: list[int], size: int) -> None:
+    blocks = blocks_for(lengths, size)
+    assert sum(lengths) <= blocks * size < sum(lengths) + size * max(1, len(lengths))
+
+
+@pytest.mark.parametrize("name", spec_names())
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_shown_equations_evaluate_to_the_shown_numbers(name: str, tp: int) -> None:
+    """user-demands 6."""
+    if resolve_spec(name).num_heads % tp:
+        pytest.skip("ranks do not divide the heads")
+    for pinned in ({}, {"num_kv_blocks": 500}, {"kv_memory_bytes": 3 * GIB}):
+        found = memory_budget(
+            resolve_spec(name), 2**41, config(name, tp=tp, **pinned), expected_lengths=[700, 90], max_request_tokens=1000,
+            runtime_bytes=5 * 10**8, graph_bytes=10**8,
+        )  # fmt: skip
+        assert {"num_blocks", "kv_bytes_per_token", "bytes_per_block", "weight_bytes", "worst_case_concurrency",
+                "expected_concurrency"} == set(found.equations)  # fmt: skip
+        for number, text in found.equations.items():
+            assert eval(text, {"__builtins__": {"int": int, "max": max}}) == getattr(found, number), number
+        assert found.equation == found.equations["num_blocks"]
+
+
+def test_budget_of_llama_3_8b_on_h100_by_hand() -> None:
+    found = budget_on(resolve_spec("llama-3-8b"), H100, config())
+    weights = 8_030_261_248 * 2
+    activations = 2048 * (2 * 4096 + 3 * 14336) * 2 + 64 * 128256 * 4 * 2
+    left = H100.usable_bytes * 0.9 - weights - activations - H100.runtime_bytes - H100.graph_bytes
+    assert (found.weight_bytes, found.activation_bytes) == (weights, activations)
+    assert found.num_blocks == int(left // (16 * 131_072))
+    assert found.worst_case_concurrency == found.num_blocks / (8192 / 16)
+
+
+def test_capacity_is_that_of_a_real_engine() -> None:
+    """vLLM on an 80 GB H100 at fraction 0.9, 8,192 batched tokens and 256 rows reports 430-450 thousand tokens of KV."""
+    spec = resolve_spec("llama-3.1-8b")
+    found = budget_on(spec, H100, config("llama-3.1-8b", max_num_batched_tokens=8192, max_num_seqs=256))
+    assert 430_000 < found.kv_tokens < 450_000
+
+
+def test_segments_add_up_to_the_device() -> None:
+    found = budget_on(resolve_spec("llama-3-8b"), H100, config())
+    parts = dict(found.segments())
+    assert sum(parts.values()) == H100.usable_bytes
+    assert min(parts.values()) > 0 and [*parts][:1] == ["weights"] and [*parts][-1:] == ["unused"]
+    assert found.kv_pool_bytes <= found.kv_bytes < found.kv_pool_bytes + found.bytes_per_block
+    used = sum(size for name, size in found.segments() if name != "unused")
+    assert used <= found.budget_bytes == H100.usable_bytes * 0.9
+
+
+def test_narrow_kv_doubles_tokens_and_leaves_weights_alone() -> None:
+    """user-demands 10: the advice on length must change with the KV dtype."""
+    wide, narrow = budget("llama-3.1-8b", 20 * GIB), budget("llama-3.1-8b", 20 * GIB, kv_dtype="fp8")
+    assert narrow.weight_bytes == wide.weight_bytes
+    assert narrow.kv_tokens // 32 == wide.kv_tokens // 16 or abs(narrow.kv_tokens - 2 * wide.kv_tokens) <= 16
+    assert abs(narrow.max_model_len - 2 * wide.max_model_len) <= 32, "both contexts are what the pool holds"
+
+
+def test_concurrency_at_full_length_and_at_expected_lengths_are_two_numbers() -> None:
+    """user-demands 4 and 14."""
+    spec = resolve_spec("llama-3-8b")
+    found = memory_budget(spec, 40 * GIB, config(), expected_lengths=[100, 50, 200])
+    assert found.worst_case_concurrency == found.num_blocks / 512
+    assert found.expected_concurrency == found.num_blocks * 3 / 24
+    assert memory_budget(spec, 40 * GIB, config()).expected_concurrency is None
+
+
+def test_context_is_the_workloads_before_the_models() -> None:
+    """user-demands 27: a long default context makes everything look too big."""
+    spec = resolve_spec("llama-3.1-8b")
+    assert memory_budget(spec, 20 * GIB, config(), max_request_tokens=700).max_model_len == 700
+    found = memory_budget(spec, 20 * GIB, config())
+    assert found.max_model_len == found.kv_tokens < 131_072
+    assert "all that the KV pool holds" in found.reasons["max_model_len"]
+    assert memory_budget(spec, 80 * GIB, config()).max_model_len == 131_072
+
+
+def test_ranks_split_weights_and_kv_until_heads_run_out() -> None:
+    one, two, sixteen = (budget("llama-3-70b", 400 * GIB, tp=tp) for tp in (1, 2, 16))
+    assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token == 327_680
+    assert sixteen.kv_heads_per_rank == 1 and sixteen.kv_bytes_per_token * 8 == one.kv_bytes_per_token
+    assert one.weight_bytes / 2 == pytest.approx(two.weight_bytes, rel=0.001)
+
+
+def test_quantized_weights_leave_room_for_kv() -> None:
+    spec = resolve_spec("llama-3-8b")
+    small = replace(spec, weight_bits=4.125)
+    saved = spec.block_params() * (16 - 4.125) / 8
+    gained = memory_budget(small, 40 * GIB, config()).kv_bytes - memory_budget(spec, 40 * GIB, config()).kv_bytes
+    assert gained == pytest.approx(saved, abs=1)
+
+
+def test_kv_format_of_a_quantizer_is_not_undone_by_the_configuration() -> None:
+    adapted = replace(resolve_spec("llama-3-8b"), kv_dtype="fp8")
+    chosen = config(quantizer=Choice(name="kv-fp8"), kv_dtype="float16")
+    assert memory_budget(adapted, 40 * GIB, chosen).kv_dtype == "fp8"
+
+
+@given(tokens=st.integers(1, 10_000), rows=st.integers(1, 512), tp=st.sampled_from([1, 2, 4, 8]))
+def test_activations_grow_with_tokens_and_rows(tokens: int, rows: int, tp: int) -> None:
+    for name in ("llama-3-8b", "mixtral-8x7b", "deepseek-v3"):
+        spec = resolve_spec(name)
+        here = activation_bytes(spec, tokens, rows, tp)
+        assert (
+            0 < here < activation_bytes(spec, tokens + 1, rows, tp) < activation_bytes(spec, tokens + 1, rows + 1, tp)
+        )
+        assert tp == 1 or here <= activation_bytes(spec, tokens, rows, 1)
+
+
+# --- what does not fit --------------------------------------------------------------------------
+
+
+def test_pool_smaller_than_one_request_names_what_to_change() -> None:
+    with pytest.raises(ConfigError) as caught:
+        budget("llama-2-7b", 16 * GIB, max_model_len=4096)
+    text = str(caught.value)
+    assert text.startswith("--max-model-len=4096: one request of 4096 tokens needs 2.00 GiB")
+    assert "weights take 12.55 GiB" in text and "--kv-dtype fp8" in text and "\n" not in text
+
+
+def test_model_larger_than_the_device() -> None:
+    with pytest.raises(ConfigError) as caught:
+        budget_on(resolve_spec("llama-3-70b"), H100, config("llama-3-70b"))
+    assert caught.value.option == "--model"
+    assert "--quant int4" in caught.value.fix and "--tp 2" in caught.value.fix
+    assert "--kv-dtype" not in caught.value.fix, "it would not help"
+
+
+def test_fixes_are_sorted_by_cost_and_each_works_alone() -> None:
+    spec, memory = resolve_spec("llama-2-7b"), 16 * GIB
+    base = config("llama-2-7b", max_model_len=4096)
+    fixes = fixes_for(spec, base, memory)
+    assert [fix.cost for fix in fixes] == sorted(fix.cost for fix in fixes)
+    changes = {fix.change: fix for fix in fixes}
+    assert {"--kv-dtype fp8", "--quant fp8", "--quant int4", "--tp 2"} <= set(changes)
+    for change in changes:
+        option, value = change.split()
+        if option == "--quant":
+            bits = {"fp8": 8.0, "int4": INT4_BITS}[value]
+            memory_budget(replace(spec, weight_bits=bits), memory, base)
+        else:
+            field = option.removeprefix("--").replace("-", "_")
+            changed = EngineConfig.model_validate(
+                base.model_dump() | {field: value if field == "kv_dtype" else float(value)}
+            )
+            memory_budget(spec, memory, changed)
+
+
+def test_shorter_context_is_computed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        budget("llama-2-7b", 16 * GIB, max_model_len=4096)
+    shorter = int(caught.value.fix.split("--max-model-len ")[1].split()[0])
+    assert budget("llama-2-7b", 16 * GIB, max_model_len=shorter).num_blocks * 16 == shorter
+    with pytest.raises(ConfigError):
+        budget("llama-2-7b", 16 * GIB, max_model_len=shorter + 1)
+
+
+def test_nothing_helps() -> None:
+    with pytest.raises(ConfigError, match="no single change makes it fit; use a device with more memory"):
+        budget("llama-3.1-405b", 16 * GIB)
+
+
+def test_pinned_pools() -> None:
+    assert budget("llama-2-7b", num_kv_blocks=300).num_blocks == 300
+    assert budget("llama-2-7b", kv_memory_bytes=GIB).kv_tokens == 2048, "1 GiB is 2,048 tokens of Llama-2-7B"
+    assert budget("llama-2-7b", num_kv_blocks=100).max_model_len == 1600
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_kv_blocks": 10**6}, r"--num-kv-blocks=1000000: .*use at most 8\d{3}"),
+        ({"kv_memory_bytes": 79 * GIB}, r"--kv-memory-bytes=\d+: weights and runtime leave 67.45 GiB of 80.00 GiB"),
+        ({"num_kv_blocks": 10, "max_model_len": 500}, "--num-kv-blocks=10: the pool holds 160 tokens .*at least 32 or --max-model-len 160"),
+        ({"kv_memory_bytes": GIB, "max_model_len": 4096}, r"the pool holds 2048 tokens .*use at least 2147483648 or"),
+        ({"kv_memory_bytes": 1000}, "the pool holds 0 tokens"),
+    ],
+)  # fmt: skip
+def test_pinned_pools_that_cannot_be(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        budget("llama-2-7b", **changes)
+
+
+def test_ranks_that_do_not_divide_the_heads() -> None:
+    with pytest.raises(
+        ConfigError, match="--tp=3: does not divide the 32 attention heads of llama-3-8b; use 1, 2, 4, 8"
+    ):
+        budget(tp=3)
+    with pytest.raises(ConfigError, match=r"use 1$"):
+        budget("smollm2-135m", tp=2)
+
+
+@given(
+    memory=st.integers(1, 200), fraction=st.floats(0.05, 1.0), block=st.sampled_from([1, 7, 16, 64]),
+    length=st.integers(2, 8192), name=st.sampled_from(["llama-3-8b", "smollm2-135m", "deepseek-v2-lite"]),
+)  # fmt: skip
+def test_either_one_request_fits_or_it_is_refused(
+    memory: int, fraction: float, block: int, length: int, name: str
+) -> None:
+    chosen = config(name, max_model_len=length, memory_fraction=fraction)
+    try:
+        found = memory_budget(resolve_spec(name), memory * GIB, chosen, block_size=block)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    assert found.worst_case_concurrency >= 1 and found.kv_tokens >= length
+    used = found.weight_bytes + found.activation_bytes + found.kv_pool_bytes
+    assert used <= memory * GIB * fraction
+    assert used + found.bytes_per_block > memory * GIB * fraction, "no block is given away"
