@@ -214,7 +214,13 @@ def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") ->
             why = f"the calibration cannot be read ({error.problem})"
     if why:
         show.note(f"{why}: measuring it, about a minute")
-        run_calibration(session, model, dtype)
+        for attempt in (1, 2):
+            try:
+                run_calibration(session, model, dtype)
+                return
+            except ConfigError as error:  # the machine was too busy
+                show.note(f"attempt {attempt} to calibrate failed: {error}")
+        show.note("predictions will use the generic CPU and be far off; `twinfer calibrate` mends that")
 
 
 # --- memory -----------------------------------------------------------------------------------------

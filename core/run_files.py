@@ -84,7 +84,7 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 def _arrow_schema(cls: type[Any]) -> Any:
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     types = {
         "int": pa.int64(), "float": pa.float64(), "float | None": pa.float64(), "str": pa.string(),
@@ -95,8 +95,8 @@ def _arrow_schema(cls: type[Any]) -> Any:
 
 
 def _write_rows(path: Path, rows: list[Any], cls: type[Any]) -> None:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     schema = _arrow_schema(cls)
     columns: dict[str, list[Any]] = {}
@@ -111,8 +111,8 @@ def _write_rows(path: Path, rows: list[Any], cls: type[Any]) -> None:
 
 
 def _read_rows(path: Path, cls: type[Any]) -> list[Any]:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
         # a plain read of the one file: the dataset reader would take folder names for columns

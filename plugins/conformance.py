@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from twinfer.core.config import Choice
 from twinfer.core.core import Core
-from twinfer.core.events import Abort, Blocked, Finished, Idle, Rejected, StepDone, Submit, Tick
+from twinfer.core.events import Abort, Blocked, Event, Finished, Idle, Rejected, StepDone, Submit, Tick
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Need, RowResult, StepPlan, StepResult
 from twinfer.core.policy import Defer, Limits, Shortage, Want
@@ -122,7 +122,7 @@ class Player:
 
     def play(self) -> Played:
         core = self.core
-        coming = [(r.arrival, 0, Submit(r)) for r in self.traffic.requests]
+        coming: list[tuple[float, int, Event]] = [(r.arrival, 0, Submit(r)) for r in self.traffic.requests]
         coming += [(at, 1, Abort(request_id)) for request_id, at in self.traffic.aborts.items()]
         coming.sort(key=lambda item: item[:2])
         out: list[StepPlan] = []  # launched, not done
@@ -341,7 +341,8 @@ class KVCacheKit(_Kit):
         cache = self.build()
         for seed in self.seeds:
             rng = random.Random(seed)
-            mine, twin, known = cache.idle_order(), cache.idle_order(), set()
+            mine, twin = cache.idle_order(), cache.idle_order()
+            known: set[int] = set()
             require(len(mine) == 0, f"{cache.name}: idle_order must start empty")
             for _ in range(200):
                 kind = rng.random()

@@ -22,7 +22,7 @@ from twinfer.core.policy import Shortage
 class ShortestPromptFirst(Technique):
     name = "shortest-prompt-first"
     summary = "Admits the shortest waiting prompt first; waiting makes a request count as shorter"
-    reference = "L. Schrage, 1968: shortest remaining processing time; aging as in A. Tanenbaum, Modern Operating Systems"
+    reference = "L. Schrage 1968, shortest remaining processing time first; aging against starvation"
 
     class Options(Options):
         aging_tokens_per_s: float = Field(
