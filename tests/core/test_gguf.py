@@ -150,7 +150,7 @@ def test_huge_counts_do_not_allocate(tmp_path: Path) -> None:
 def test_missing_data_is_noticed(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(small.read_bytes()[:-200])
-    with pytest.raises(ModelError, match="truncated GGUF file .*ends at byte"):
+    with pytest.raises(ModelError, match=r"truncated GGUF file .*ends at byte"):
         resolve_spec(path)
 
 
