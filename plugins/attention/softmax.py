@@ -54,7 +54,11 @@ class SoftmaxAttention(Technique):
         return reasons
 
     def adapt_model(self, model: ModelSpec) -> ModelSpec:
-        return replace(model, num_kv_heads=self.num_kv_heads(model), attention=self.name)
+        heads = self.num_kv_heads(model)
+        extra = dict(model.extra)
+        if heads != model.num_kv_heads:
+            extra["checkpoint_kv_heads"] = model.num_kv_heads  # so that the engine can refuse a conversion by name
+        return replace(model, num_kv_heads=heads, attention=self.name, extra=extra)
 
     def build(self, model: ModelSpec) -> TorchAttention:
         """The torch implementation for `model` (as adapted)."""

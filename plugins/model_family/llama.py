@@ -32,6 +32,11 @@ class LlamaFamily(Technique):
         if model is None:
             return []
         reasons = []
+        if "checkpoint_kv_heads" in model.extra:
+            reasons.append(
+                f"--attention {model.attention} asks for {model.num_kv_heads} KV heads, its weights have "
+                f"{model.extra['checkpoint_kv_heads']} and converting them is not implemented; leave num_kv_heads out"
+            )
         if model.moe is not None:
             reasons.append("mixture-of-experts layers are not implemented")
         if model.mla is not None:

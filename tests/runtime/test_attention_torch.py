@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from twinfer.core.plan import Need
 from twinfer.core.runtime.attention_torch import AttentionShape, TorchAttention, _Padded, _Single, _Step
 from twinfer.core.runtime.batch import PackedRow, pack

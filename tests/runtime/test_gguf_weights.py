@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from twinfer.core.catalog import spec_from_gguf
 from twinfer.core.errors import ModelError
 from twinfer.core.plan import Need

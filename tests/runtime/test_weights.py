@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from twinfer.core.errors import ModelError
 from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.registry import Registry
@@ -60,7 +61,9 @@ def test_backbone_without_prefix(tensors: dict[str, torch.Tensor], tmp_path: Pat
     assert same(open_weights(tmp_path), tensors)
 
 
-def test_fused_projections_are_the_parts(tiny_llama_dir: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> None:
+def test_fused_projections_are_the_parts(
+    tiny_llama_dir: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
     model = load_model(spec, tiny_llama_dir, Registry(entry_points=False))
     assert isinstance(model, Llama)
     x = torch.randn(5, spec.hidden_size)

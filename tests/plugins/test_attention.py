@@ -1,0 +1,87 @@
+"""Attention variants as declarations: what they refuse, and what they change in the simulator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from twinfer.core.config import Choice
+from twinfer.core.errors import ConfigError, ModelError
+from twinfer.core.registry import Registry
+from twinfer.core.spec import ModelSpec
+from twinfer.core.technique import Needs
+from twinfer.plugins.attention.gqa import GQA
+from twinfer.plugins.attention.mha import MHA
+from twinfer.plugins.attention.mqa import MQA
+
+MODEL = ModelSpec(
+    name="m", family="llama", num_layers=2, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64,
+    intermediate_size=128, vocab_size=100, max_context=64,
+)  # fmt: skip
+WIDE = replace(MODEL, num_heads=64, num_kv_heads=64)
+
+
+def test_engine_refuses_another_variant_than_the_checkpoint_has() -> None:
+    assert GQA.why_not(Needs(model=MODEL)) == []
+    for variant in (MHA, MQA):
+        (reason,) = variant.why_not(Needs(model=MODEL))
+        assert "3 KV heads for 9 query heads (gqa)" in reason and f"to {variant.name} is not implemented" in reason
+
+
+def test_all_reasons_are_listed() -> None:
+    odd = replace(MODEL, value_dim=32, attention_sinks=True)
+    reasons = MQA.why_not(Needs(model=odd, dtype="float16"))
+    assert len(reasons) == 4
+    assert any("float16 is not served on cpu (known: float32, bfloat16)" in r for r in reasons)
+    assert any("no attention kernel" in r for r in MQA.why_not(Needs(device="abacus")))
+
+
+def test_simulator_serves_every_variant() -> None:
+    for variant, heads in ((MHA, 9), (GQA, 3), (MQA, 1)):
+        assert variant.why_not(Needs(world="simulator", device="h100-sxm", dtype="float16", model=MODEL)) == []
+        adapted = variant().adapt_model(MODEL)
+        assert (adapted.num_kv_heads, adapted.variant, adapted.attention) == (heads, variant.name, variant.name)
+        assert adapted.kv_bytes_per_token("float32") == 2 * 2 * heads * 64 * 4
+        assert adapted.num_params() - MODEL.num_params() == 2 * 2 * (heads - 3) * 64 * 576
+
+
+def test_gqa_chooses_the_usual_number_of_groups() -> None:
+    assert GQA().adapt_model(WIDE).num_kv_heads == 8
+    assert GQA(GQA.Options(num_kv_heads=16)).adapt_model(WIDE).num_kv_heads == 16
+    assert GQA().adapt_model(MODEL).num_kv_heads == 3
+    with pytest.raises(ConfigError, match="give gqa:num_kv_heads=N"):
+        GQA().adapt_model(replace(MODEL, num_kv_heads=9))
+    with pytest.raises(ConfigError, match="does not divide the 9 query heads of m; use one of 1, 3, 9"):
+        GQA(GQA.Options(num_kv_heads=2)).adapt_model(MODEL)
+
+
+def test_options_are_checked() -> None:
+    registry = Registry(entry_points=False)
+    assert isinstance(registry.build("attention", Choice(name="gqa", options={"num_kv_heads": 4})), GQA)
+    with pytest.raises(ConfigError, match="num_kv_heads=0"):
+        registry.build("attention", Choice(name="gqa", options={"num_kv_heads": 0}))
+    with pytest.raises(ConfigError, match="no option 'heads'"):
+        registry.build("attention", Choice(name="mqa", options={"heads": 1}))
+
+
+def test_latent_attention_is_not_a_softmax_variant() -> None:
+    from twinfer.core.catalog import resolve_spec
+
+    (reason, *_) = MHA.why_not(Needs(world="simulator", model=resolve_spec("deepseek-v3")))
+    assert "latent" in reason
+
+
+def test_engine_names_the_option_that_would_need_a_conversion(tmp_path: object) -> None:
+    from twinfer.core.runtime.families import family_of
+
+    adapted = GQA(GQA.Options(num_kv_heads=9)).adapt_model(MODEL)
+    with pytest.raises(ModelError, match="--attention gqa asks for 9 KV heads, its weights have 3"):
+        family_of(adapted, Registry(entry_points=False))
+
+
+def test_declarations_import_no_torch() -> None:
+    code = "import sys, twinfer.plugins.attention, twinfer.plugins.model_family; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
