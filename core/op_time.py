@@ -41,7 +41,8 @@ class OpTimeModel(Protocol):
     Besides the kinds that `core.work` lists, models are asked for one op of kind `host` per step.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
         """Time of one launch of `op` on `device`, None when this model cannot say."""

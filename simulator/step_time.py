@@ -131,9 +131,8 @@ def _grid_above(low: int) -> int:
 
 def _between(a: StepCost, b: StepCost, x: float) -> StepCost:
     """Linear interpolation: `a` at x = 0, `b` at x = 1. Both list the same ops."""
-    y = 1 - x
     if a.ops.keys() != b.ops.keys():  # an op that appears only from some length on
         return a if x < 0.5 else b
     other = b.ops
-    ops = {name: s * y + other[name] * x for name, s in a.ops.items()}
-    return StepCost(a.seconds * y + b.seconds * x, a.sigma * y + b.sigma * x, ops)
+    ops = {name: s + (other[name] - s) * x for name, s in a.ops.items()}  # equal ends stay equal
+    return StepCost(a.seconds + (b.seconds - a.seconds) * x, a.sigma + (b.sigma - a.sigma) * x, ops)

@@ -130,7 +130,9 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
     if decode_keys:
         size = op.bytes * decode_keys / keys
         share = on_curve(curves.attention_memory, size)
-        seconds += max(size / (share * bandwidth), flops_a_pair * decode_keys / peak)
+        # where the efficiency grows faster than the size, the time of the point below holds
+        floor = max((x / y for x, y in curves.attention_memory if x < size), default=0.0)
+        seconds += max(max(size / share, floor) / bandwidth, flops_a_pair * decode_keys / peak)
         words.append(f"{size / 1e6:.1f} MB of KV at {share:.0%} of {bandwidth / 1e9:.0f} GB/s")
     for queries, total in _merged(op):
         if queries == 1:

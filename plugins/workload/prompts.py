@@ -49,7 +49,7 @@ class Prompts(PoissonArrivals):
         ]
 
     def _rows(self, workload: Workload) -> list[tuple[int, dict[str, Any]]]:
-        rows = []
+        rows: list[tuple[int, dict[str, Any]]] = []
         for number, row in json_lines(workload):
             if len(rows) == workload.num_requests:
                 break
