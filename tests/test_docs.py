@@ -110,6 +110,17 @@ def test_python_examples_compile_and_their_imports_exist(root: Path) -> None:
             exec(compile(ast.Module(head, []), document, "exec"), {})
 
 
+@pytest.mark.model
+def test_the_python_example_of_the_readme_runs(
+    root: Path, smollm2_gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source,) = blocks((root / "README.md").read_text(), "python")
+    exec(compile(source, "README.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert printed.lstrip().startswith("Paris")
+    assert "return" in printed
+
+
 def test_the_plugin_of_the_document_works_as_written(plugins_md: str, tmp_path: Path) -> None:
     """It is loaded as a user would, keeps its options, and schedules a simulated run."""
     (source,) = [block for block in blocks(plugins_md, "python") if "@hookimpl" in block]
