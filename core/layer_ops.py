@@ -59,6 +59,8 @@ class _Constants:
     kv: float  # bytes per token and layer of KV
     heads: int  # query heads of this rank
     kv_heads: int
+    rotated: int  # elements per token that rotary embedding turns
+    projected: int  # elements per token of q and of what goes into the KV cache
     before: tuple[_Linear, ...]  # linears before attention, over all tokens
     o_proj: _Linear
     mlps: tuple[tuple[_Linear, int, _Linear], ...]  # (gate_up, width, down) dense or shared
@@ -99,10 +101,13 @@ def _make_constants(model: ModelSpec, tp: int) -> _Constants:
 
     if model.mla is not None:
         before, kv_heads, v_dim = _mla_linears(model.mla, linear, heads, h), 1, model.mla.v_head_dim
+        rotated = (heads + 1) * model.mla.qk_rope_head_dim
+        projected = heads * model.head_dim + model.kv_values_per_token_layer
     else:
         kv_heads, v_dim = model.kv_heads_per_rank(tp), model.v_dim
         width = heads * model.head_dim + kv_heads * (model.head_dim + v_dim)
         before = (linear("qkv_proj", width, h),)
+        rotated, projected = (heads + kv_heads) * model.head_dim, width
     mlps = []
     router, expert_bytes, expert_width, num_dense = None, 0.0, 0, layers
     if model.moe is not None:
@@ -121,7 +126,7 @@ def _make_constants(model: ModelSpec, tp: int) -> _Constants:
     for layer in range(layers):
         windows[model.window(layer)] = windows.get(model.window(layer), 0) + 1
     return _Constants(
-        model, act, model.kv_bytes_per_token_layer(tp=tp), heads, kv_heads, before, linear("o_proj", h, heads * v_dim),
+        model, act, model.kv_bytes_per_token_layer(tp=tp), heads, kv_heads, rotated, projected, before, linear("o_proj", h, heads * v_dim),
         tuple(mlps), expert_bytes, expert_width, router,
         _Linear("lm_head", vocab, h, vocab * h * other, model.dtype, 1), tuple(windows.items()),
     )  # fmt: skip
@@ -159,12 +164,10 @@ def ops_of_model(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
     ]
     for linear in c.before:
         ops.append(linear.op(t, act))
-    rotated = c.heads * model.head_dim + c.kv_heads * model.head_dim
-    stored = rotated + c.kv_heads * model.v_dim
     ops.append(
         Op(
-            "rope_kv_write", "elementwise", float(ROPE_FLOPS * t * rotated), t * stored * act,
-            t * (c.heads * model.head_dim * act + c.kv), dtype, layers, (t, stored),
+            "rope_kv_write", "elementwise", float(ROPE_FLOPS * t * c.rotated), t * c.projected * act,
+            t * (c.heads * model.head_dim * act + c.kv), dtype, layers, (t, c.projected),
         )
     )  # fmt: skip
     if shape.copied_slots:

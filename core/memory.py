@@ -10,6 +10,7 @@ Invariants
 * Numbers are bytes of *one* tensor-parallel rank. KV heads are split over ranks and replicated once ranks
   outnumber them.
 * Every number that is shown has an equation in `equations` that evaluates to it.
+* Every layer keeps every token: no cache here frees what has left a sliding window.
 * Concurrency is given twice and never mixed: all requests at `max_model_len`, and at expected lengths.
 * What does not fit is a ConfigError with the changes that would make it fit, cheapest first, each computed.
 """
