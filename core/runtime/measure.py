@@ -35,9 +35,9 @@ from twinfer.core.policy import Limits
 from twinfer.core.recorder import Recorder
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
-from twinfer.core.runtime.attention_torch import AttentionShape, TorchAttention
+from twinfer.core.runtime.attention_torch import TorchAttention
 from twinfer.core.runtime.executor import TorchExecutor
-from twinfer.core.runtime.families import load_model
+from twinfer.core.runtime.families import DecoderModel, load_model
 from twinfer.core.runtime.linear import Dense
 from twinfer.core.work import RowShape, StepShape
 
@@ -70,8 +70,10 @@ def measure(
     on_progress: OnProgress | None = None,
     should_stop: ShouldStop | None = None,
     registry: Registry | None = None,
+    max_rounds: int = 12,
 ) -> Measured:
-    """Time `model` in `dtype` on this machine within about `budget_s` seconds (loading included).
+    """Time `model` in `dtype` on this machine within about `budget_s` seconds (loading included), sooner after
+    `max_rounds` rounds.
 
     Raises ConfigError for a budget too small to time everything once, ModelError when the model has no
     weights here, MeasurementStopped when `should_stop` answers True.
@@ -94,10 +96,12 @@ def measure(
     dtype = canonical_dtype(dtype)
     spec = replace(spec, dtype=dtype, kv_dtype=dtype)
     torch_dtype = getattr(torch, dtype)
+    attention = registry.get("attention", spec.variant)()
+    spec = attention.adapt_model(spec)
     network = load_model(spec, weights, registry, "cpu", torch_dtype)
     check()
     design = [d for d in DESIGN if max(keys for _, keys in d) <= spec.max_context]
-    bench = _Bench(network, design)
+    bench = _Bench(network, attention.build(spec), design)
     gemms = [_Gemm(n, k, torch_dtype) for n, k in GEMM_GRID]
     found = Measured(model=model, dtype=dtype, fingerprint=fingerprint())
     report(0.05, "timing the loop")
@@ -106,7 +110,7 @@ def measure(
     rounds = 0
     copies: list[float] = []
     share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
-    while time.perf_counter() < deadline:
+    while time.perf_counter() < deadline and rounds < max_rounds:
         for job in (*bench.jobs, *(gemm.row(m) for gemm in gemms for m in GEMM_ROWS)):
             check()
             left = deadline - time.perf_counter()
@@ -117,7 +121,7 @@ def measure(
         copies.append(_copy_bandwidth())
         rounds += 1
     untimed = [job.label for job in bench.jobs if not job.totals]
-    if untimed or rounds < 2:
+    if untimed or rounds < min(2, max_rounds):
         raise ConfigError(
             "--budget", budget_s, f"this machine is too busy or too slow: {len(untimed)} steps were not timed",
             "close other programs, or give a longer budget",
@@ -163,6 +167,9 @@ class _StepJob:
         executor.execute(replace(self.plan, rows=()))  # brings the block tables up
         result = executor.execute(replace(self.plan, grants=()))
         executor.execute(StepPlan(0, (), forget=tuple(r.id for r in self.requests)))
+        failed = next((row.failure for row in result.rows if row.failure is not None), None)
+        if failed is not None:
+            raise ModelError(f"the engine could not run a step that was to be timed: {failed}")
         self.totals.append(result.seconds)
         for name, seconds in result.ops.items():
             self.ops.setdefault(name, []).append(seconds)
@@ -177,20 +184,11 @@ class _StepJob:
 class _Bench:
     """The executor with enough written KV, and one job per designed step."""
 
-    def __init__(self, network: object, design: Sequence[tuple[tuple[int, int], ...]]) -> None:
-        from typing import cast
-
-        from twinfer.core.runtime.families import DecoderModel
-
-        model = cast(DecoderModel, network)
-        spec = model.spec
-        shape = AttentionShape(
-            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-            scale=spec.query_scale or spec.head_dim**-0.5,
-            windows=tuple(spec.window(i) for i in range(spec.num_layers)), softcap=spec.attn_softcap,
-        )  # fmt: skip
+    def __init__(
+        self, model: DecoderModel, attention: TorchAttention, design: Sequence[tuple[tuple[int, int], ...]]
+    ) -> None:
         num_blocks = max(sum(-(-keys // BLOCK) for _, keys in d) for d in design)
-        self.executor = TorchExecutor(model, TorchAttention(shape), num_blocks, BLOCK, profile=True)
+        self.executor = TorchExecutor(model, attention, num_blocks, BLOCK, profile=True)
         for keys, values in zip(self.executor.kv.keys, self.executor.kv.values, strict=True):
             keys.fill_(0.01)
             values.fill_(0.01)
@@ -199,8 +197,10 @@ class _Bench:
     def _job(self, number: int, design: tuple[tuple[int, int], ...]) -> _StepJob:
         """Prompts take consecutive blocks; what several rows grew by since then lies interleaved."""
         params = SamplingParams(max_tokens=4, ignore_eos=True)
+        vocab = self.executor.model.spec.vocab_size
         requests = [
-            Request(id=f"m{number}-{i}", prompt=range(1, keys + 1), params=params) for i, (_, keys) in enumerate(design)
+            Request(id=f"m{number}-{i}", prompt=[(7 * j + i) % vocab for j in range(keys)], params=params)
+            for i, (_, keys) in enumerate(design)
         ]
         tables: list[list[int]] = [[] for _ in design]
         block = 0
