@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
+
 from twinfer.core.work import Op
 from twinfer.plugins.quantizer.what_if import KVOption, WhatIf, quantized_inputs, with_kv, with_weights
 

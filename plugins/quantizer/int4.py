@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pydantic import Field
+
 from twinfer.plugins.quantizer.what_if import KVOption, WhatIf, grouped_bits, with_kv, with_weights
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
+
 from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.technique import Needs, Options, Technique
 from twinfer.core.work import Op
