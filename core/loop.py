@@ -183,5 +183,5 @@ class LocalInbox:
         return events
 
     def wait(self, seconds: float | None) -> None:
-        if seconds is None and not self._events:
+        if seconds is None and not self._events and not self.closed:
             raise RuntimeError("the engine waits for an event that can never come")
