@@ -59,9 +59,9 @@ def compare(
     ctx: typer.Context,
     scenario: Scenario,
     real: Annotated[
-        str | None, typer.Argument(help="A measured run: id, beginning of an id, folder, or 'latest'.")
+        str | None, typer.Argument(help="A measured run: id, beginning of an id, folder, or 'latest' (measured one).")
     ] = None,
-    predicted: Annotated[str | None, typer.Argument(help="A predicted run.")] = None,
+    predicted: Annotated[str | None, typer.Argument(help="A predicted run, likewise.")] = None,
     list_runs: Annotated[bool, typer.Option("--list", help="List the stored runs instead.")] = False,
 ) -> None:
     """Put a measured run beside its prediction, with the error of every metric.
@@ -72,7 +72,7 @@ def compare(
 
     twinfer compare --list
 
-    twinfer compare engine-1a2b simulator-3c4d --json
+    twinfer compare latest latest --json
 
     twinfer compare --model smollm2-135m --requests 8 --input-len 64 --output-len 32
     """
@@ -89,7 +89,7 @@ def compare(
             raise ConfigError(
                 "PREDICTED", None, "one run cannot be compared", "give two runs, or --model for making both"
             )
-        records = [store.load(real), store.load(predicted)]
+        records = [store.load(real, "engine"), store.load(predicted, "simulator")]
     else:
         if scenario.model is None:
             raise ConfigError("--model", None, "nothing to compare", "give two stored runs, or --model for making both")

@@ -41,7 +41,7 @@ def print_json(value: Any) -> None:
     """One document on stdout, without NaN or Infinity."""
     from twinfer.core.run_files import plain
 
-    json.dump(plain(value), sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
+    json.dump(plain(value), sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
 
 

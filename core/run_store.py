@@ -110,13 +110,14 @@ class RunStore:
 
     # --- reading --------------------------------------------------------------------------------
 
-    def find(self, run: str) -> Path:
-        """Folder of a run given by id, unique beginning of an id, `latest`, or the folder itself."""
+    def find(self, run: str, world: str | None = None) -> Path:
+        """Folder of a run given by id, unique beginning of an id, `latest` (of `world`), or the folder itself."""
         if run == "latest":
             for summary in self.list():
-                if not summary.problem:
+                if not summary.problem and world in (None, summary.world):
                     return summary.path
-            raise RunStoreError(f"no runs in {self.root}; make one with `twinfer run` or `twinfer simulate`")
+            what = "runs" if world is None else f"runs of world {world!r}"
+            raise RunStoreError(f"no {what} in {self.root}; make one with `twinfer run` or `twinfer simulate`")
         if _ID.fullmatch(run):
             if (self._runs / run).is_dir():
                 return self._runs / run
@@ -130,9 +131,9 @@ class RunStore:
             return Path(run)
         raise RunStoreError(f"run {run!r} is not in {self.root}; `twinfer compare --list` shows the runs there")
 
-    def load(self, run: str) -> RunRecord:
+    def load(self, run: str, world: str | None = None) -> RunRecord:
         """The record of `run` (see `find`), exactly as it was saved."""
-        return read_run(self.find(run))
+        return read_run(self.find(run, world))
 
     def list(self, deleted: bool = False) -> Summaries:
         """Summaries of the runs (or of the deleted ones), newest first; damaged ones say so and come last."""

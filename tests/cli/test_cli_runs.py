@@ -65,6 +65,7 @@ def test_runs_are_saved_listed_and_compared(cli: Callable, run: Callable, tmp_pa
     listed = cli("compare", "--list", "--runs-dir", tmp_path, "--json").json
     assert {row["id"] for row in listed} == {real["id"], predicted["id"]}
     joined = cli("compare", real["id"], predicted["id"], "--runs-dir", tmp_path, "--json").json
+    assert joined == cli("compare", "latest", "latest", "--runs-dir", tmp_path, "--json").json
     pair = joined["metrics"]["output_throughput"]
     assert pair["real"] == real["output_throughput"] and pair["predicted"] == predicted["output_throughput"]
     assert joined["error"]["output_throughput"] == pytest.approx(pair["predicted"] / pair["real"] - 1)

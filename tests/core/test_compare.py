@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from twinfer.core.compare import compare, relative_error
 from twinfer.core.records import RunRecord
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from twinfer.core.errors import TwinferError
 from twinfer.core.records import RequestRecord, RunRecord, StepRecord, compute_metrics
 from twinfer.core.run_store import RunStore, RunStoreError, default_root
@@ -104,6 +105,10 @@ def test_find_takes_id_prefix_latest_and_folder(store: RunStore, tmp_path: Path)
     store.save(make_record("abd-2", "2026-01-02T00:00:00+00:00"))
     assert store.find("abc") == folder
     assert store.find("latest").name == "abd-2"
+    store.save(make_record("sim", "2026-01-03T00:00:00+00:00", world="simulator"))
+    assert store.find("latest").name == "sim" and store.find("latest", "engine").name == "abd-2"
+    with pytest.raises(RunStoreError, match="no runs of world 'cluster'"):
+        store.find("latest", "cluster")
     assert store.find(str(folder)) == folder
     with pytest.raises(RunStoreError, match="beginning of 2 ids"):
         store.find("ab")
