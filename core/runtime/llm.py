@@ -92,20 +92,21 @@ class LLM:
     """
 
     def __init__(self, model: str, *, registry: Registry | None = None, **options: Any) -> None:
-        self._engine = load_engine(engine_config(str(model), options), registry)
-        self._driver = PullDriver(self._engine.build_core(), self._engine.executor, self._engine.registry.hook)
-        self._live: dict[str, _Collector] = {}
-        self._number = 0
-        self._closed = False
+        self._attach(load_engine(engine_config(str(model), options), registry))
 
     @classmethod
     def of(cls, engine: Engine) -> LLM:
         """An LLM on an engine that was loaded elsewhere; closing the LLM closes the engine."""
         llm = cls.__new__(cls)
-        llm._engine = engine
-        llm._driver = PullDriver(engine.build_core(), engine.executor, engine.registry.hook)
-        llm._live, llm._number, llm._closed = {}, 0, False
+        llm._attach(engine)
         return llm
+
+    def _attach(self, engine: Engine) -> None:
+        self._engine = engine
+        self._driver = PullDriver(engine.build_core(), engine.executor, engine.observers)
+        self._live: dict[str, _Collector] = {}
+        self._number = 0
+        self._closed = False
 
     @property
     def config(self) -> EngineConfig:

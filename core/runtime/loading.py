@@ -66,6 +66,12 @@ class Engine:
         return replace(self, setup=setup, executor=_executor(setup, self.registry, self.model, self.tokenizer))
 
     @property
+    def observers(self) -> Any:
+        """pluggy's relay for `on_step` and `on_request`; None when no plugin listens."""
+        hook = self.registry.hook
+        return hook if hook.on_step.get_hookimpls() or hook.on_request.get_hookimpls() else None
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text: the tokenizer's and the configuration's."""
         return tuple(sorted({*self.tokenizer.eos_token_ids, *self.setup.model.eos_token_ids}))

