@@ -38,7 +38,7 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
 from twinfer.core.setup import Setup
 from twinfer.core.work import Op, StepShape, step_ops
-from twinfer.core.workload import Encode, Workload, generate
+from twinfer.core.workload import Encode, Workload, generate, source_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.machine import differences
@@ -115,8 +115,9 @@ def _prepare(
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     reasons = dict(setup.reasons)
-    if encode is None and _has_texts(workload):
-        reasons["prompts"] = "token counts estimated at 4 bytes each: no tokenizer was given"
+    from_file = workload.trace is not None and getattr(source_of(workload, registry), "name", "") == "prompts"
+    if encode is None and (workload.prompts or from_file):
+        reasons["prompts"] = "texts are counted as one token per 4 bytes: no tokenizer was given"
     if device.calibration:
         reasons["device"] = f"{device.name}: {device.source}, {device.date}"
         changed = differences(device.calibration.get("fingerprint", {}))
@@ -143,10 +144,6 @@ def _prepare(
     return _World(
         setup, registry, device, requests, StepTimer(ops_of, chain, windows), workload.plain(), reasons, environment
     )
-
-
-def _has_texts(workload: Workload) -> bool:
-    return bool(workload.prompts) or bool(workload.trace and workload.trace.endswith((".jsonl", ".json")))
 
 
 class _Stopped(Exception):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,19 +135,14 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
         floor = max((x / y for x, y in curves.attention_memory if x < size), default=0.0)
         seconds += max(max(size / share, floor) / bandwidth, flops_a_pair * decode_keys / peak)
         words.append(f"{size / 1e6:.1f} MB of KV at {share:.0%} of {bandwidth / 1e9:.0f} GB/s")
-    for queries, total in _merged(op):
+    for (queries, total), rows in sorted(Counter(op.rows).items()):
         if queries == 1:
             continue
         pairs = visible_pairs(queries, total)
         share = on_curve(curves.attention_compute, math.sqrt(2 * pairs))
-        rows = sum(1 for r in op.rows if r == (queries, total))
         seconds += rows * flops_a_pair * pairs / (share * peak)
         words.append(f"{rows} x {queries} queries on {total} keys at {share:.0%} of peak")
     return seconds, "; ".join(words[:3])
-
-
-def _merged(op: Op) -> list[tuple[int, int]]:
-    return sorted({(r.queries, r.keys) for r in op.rows})
 
 
 def curves_of(device: DeviceSpec) -> Curves | None:

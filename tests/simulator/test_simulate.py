@@ -223,3 +223,14 @@ def test_azure_conversations_waste_most_of_contiguous_memory_and_little_of_paged
     paged = waste(Choice(name="paged", options={"block_size": 16}))
     assert 0.60 <= contiguous <= 0.80
     assert paged < 0.04
+
+
+def test_texts_without_a_tokenizer_are_estimated_and_the_record_says_so() -> None:
+    workload = Workload(prompts=("a few words of text", "more"), output_len=4)
+    guessed = predicted(workload)
+    assert "4 bytes" in guessed.reasons["prompts"]
+    assert [r.num_prompt_tokens for r in guessed.requests] == [5, 1]
+    config = EngineConfig(model="llama-3.1-8b", device="h100-sxm")
+    exact = simulate(config, workload, REGISTRY, encode=lambda text: list(range(len(text.split()))))
+    assert [r.num_prompt_tokens for r in exact.requests] == [5, 1] and "prompts" not in exact.reasons
+    assert "prompts" not in predicted(Workload(num_requests=1)).reasons
