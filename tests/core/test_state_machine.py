@@ -195,7 +195,7 @@ class CoreLife(RuleBasedStateMachine):
 
 
 CoreLife.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
@@ -224,7 +224,7 @@ def live(scheduler: str, rng: random.Random, num_events: int) -> World:
         max_num_seqs=rng.choice([1, 2, 4, 8]),
         max_num_batched_tokens=rng.choice([1, 3, 8, 64, 64]),
         max_model_len=rng.choice([8, 24, 40]),
-        num_blocks=rng.randint(1, 8),
+        num_blocks=rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 20]),
         max_outstanding=rng.choice([1, 1, 2, 3]),
     )
     world = World(
@@ -239,7 +239,7 @@ def live(scheduler: str, rng: random.Random, num_events: int) -> World:
     while len(world.events) < num_events:
         world.now += rng.random()
         luck = rng.random()
-        if luck < 0.2 and (len(world.core.waiting) < 12 or luck < 0.02):
+        if luck < 0.2 and (len(world.core.waiting) < 6 or luck < 0.02):
             count += rng.random() < 0.9
             seed = rng.choice([None, 3, 4])
             n = rng.choice([1, 1, 1, 2, 3]) if seed is not None else 1
@@ -261,12 +261,12 @@ def live(scheduler: str, rng: random.Random, num_events: int) -> World:
                     arrival=world.now,
                     cache_salt=rng.choice(["", "", "", "salt"]),
                     cache_prefix=rng.random() < 0.9,
-                    kv_from=KVSource(handle="prefiller", num_tokens=rng.randint(0, 40)) if rng.random() < 0.1 else None,
+                    kv_from=KVSource(handle="prefiller", num_tokens=rng.randint(0, 40)) if rng.random() < 0.2 else None,
                     kv_to="decoder" if rng.random() < 0.1 else None,
                 )
             )
-        elif luck < 0.24:
-            world.abort(f"r{rng.randint(0, count)}")
+        elif 0.2 <= luck < 0.24:
+            world.abort(rng.choice(list(world.core.requests) or ["nobody"]))
         elif luck < 0.6 and world.core.outstanding:
             world.finish_step(0 if rng.random() < 0.01 else None)
         elif luck < 0.65 and world.transfers():
