@@ -161,12 +161,10 @@ class _Arrivals:
         return arrived
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until the next arrival, or for `seconds`."""
+        """Sleep until the next arrival, at most for `seconds`."""
         now = self._clock()
         ends = [r.arrival for r in self._requests[-1:]] + ([now + seconds] if seconds is not None else [])
-        if not ends:
-            raise RuntimeError("the engine waits for an event that can never come")
-        end = min(ends)
+        end = min(ends, default=now)  # nothing more will come: `drain` says so
         while (left := end - self._clock()) > 0:
             self._ask()
             time.sleep(min(left, NAP_S))

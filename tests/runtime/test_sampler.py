@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_uniform_numbers_are_uniform_over_positions_and_over_seeds() -> None:
             counts[int(u * 8)] += 1
         assert chi_square(counts, [1 / 8] * 8)[0] < CHI2_999[7]
         mean = sum(numbers) / len(numbers)
-        lag = sum((a - mean) * (b - mean) for a, b in zip(numbers, numbers[1:], strict=False)) / len(numbers)
+        lag = sum((a - mean) * (b - mean) for a, b in pairwise(numbers)) / len(numbers)
         assert abs(lag) < 4 / 12 / math.sqrt(len(numbers))  # 4 standard errors of a product of uniforms
 
 
