@@ -223,7 +223,7 @@ class LLM:
             each = list(params)
             if len(each) != len(prompts):
                 raise RequestError(f"{len(each)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
-        asked = []
+        asked: list[tuple[Request, str | None]] = []
         for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
             where = "the prompt" if len(prompts) == 1 else f"prompt {i}"
             if not isinstance(sampling, SamplingParams):
@@ -241,7 +241,7 @@ class LLM:
         if isinstance(prompt, str):
             ids = tuple(self._engine.tokenizer.encode(prompt))
         elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt):
-            ids = tuple(prompt)
+            ids = tuple(int(i) for i in prompt)
         else:
             raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or a list of token ids")
         limits = self._engine.setup.limits
