@@ -155,16 +155,16 @@ def robust_fit(
     terms: Sequence[str], features: Sequence[Mapping[str, float]], seconds: Sequence[float]
 ) -> Fit:  # fmt: skip
     """`non_negative_fit` without points that others show to be disturbed: slower than the fit by more than
-    three times the middle residual (and by 15 %). At most a quarter of the points is left out."""
+    four times the middle residual (and by 60 %, so that what the terms cannot express is kept). At most a quarter of the points is left out."""
     kept = list(range(len(seconds)))
     result = non_negative_fit(terms, features, seconds)
     for _ in range(4):
         ratio = [seconds[i] / max(_value(result, features[i]), 1e-300) for i in kept]
         middle = float(np.median([abs(r - 1) for r in ratio]))
         worst = max(range(len(kept)), key=lambda j: ratio[j])
-        if ratio[worst] < 1 + max(0.15, 3 * middle) or len(kept) <= max(len(terms) + 1, math.ceil(0.75 * len(seconds))):
+        if ratio[worst] < 1 + max(0.6, 4 * middle) or len(kept) <= max(len(terms) + 1, math.ceil(0.75 * len(seconds))):
             break
-        bad = {j for j in range(len(kept)) if ratio[j] >= 1 + max(0.15, 3 * middle)}
+        bad = {j for j in range(len(kept)) if ratio[j] >= 1 + max(0.6, 4 * middle)}
         room = len(kept) - math.ceil(0.75 * len(seconds))
         drop = set(sorted(bad, key=lambda j: -ratio[j])[: max(1, min(len(bad), room))])
         kept = [i for j, i in enumerate(kept) if j not in drop]

@@ -28,8 +28,10 @@ from twinfer.core.work import Op, dtype_bytes, visible_pairs
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
 
-ATTENTION_TERMS = ("call", "prefill_row", "prefill_token", "prefill_pair", "prefill_square", "prefill_key",
-                   "decode_row", "decode_key")  # fmt: skip
+ATTENTION_TERMS = (
+    "call", "mixed", "prefill_row", "prefill_token", "prefill_pair", "prefill_square", "prefill_key",
+    "decode_call", "decode_row", "decode_key",
+)  # fmt: skip
 HOST_TERMS = ("step", "row", "token", "logit")
 
 
@@ -181,7 +183,8 @@ class Tables:
 def attention_features(op: Op) -> dict[str, float]:
     """What one attention launch does, by `ATTENTION_TERMS`.
 
-    Decode rows feed one token. Pairs, squares (queries times keys, masked pairs included) and keys are
+    Decode rows feed one token; `mixed` is 1 when there is more than one part to put together (each
+    prefill row is a part, all decode rows are one). Pairs, squares (queries times keys, masked pairs included) and keys are
     scaled by heads * head size in 1000s, so that a fit of one model serves another.
     """
     pairs = sum(visible_pairs(r.queries, r.keys) for r in op.rows)
@@ -190,11 +193,13 @@ def attention_features(op: Op) -> dict[str, float]:
     decode = [r.keys for r in op.rows if r.queries == 1]
     return {
         "call": 1.0,
+        "mixed": float(len(prefill) + bool(decode) > 1),
         "prefill_row": float(len(prefill)),
         "prefill_token": width * sum(r.queries for r in prefill),
         "prefill_pair": width * sum(visible_pairs(r.queries, r.keys) for r in prefill),
         "prefill_square": width * sum(r.queries * r.keys for r in prefill),
         "prefill_key": width * sum(r.keys for r in prefill),
+        "decode_call": float(bool(decode)),
         "decode_row": float(len(decode)),
         "decode_key": width * sum(decode),
     }
