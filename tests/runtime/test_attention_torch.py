@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,13 +160,18 @@ def test_very_different_contexts_are_not_padded_to_the_longest() -> None:
     assert (case.run().double() - case.expected()).abs().max() <= 2e-5
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", ["shuffled", "contiguous"])
-def test_nan_of_one_row_does_not_reach_another(layout: str) -> None:
-    case = Case(SHAPE, [(30, 1), (6, 1), (11, 1)], layout, torch.float32)
+def test_nan_of_one_row_does_not_reach_another(layout: str, seed: int) -> None:
+    case = Case(SHAPE, [(30, 1), (6, 1), (11, 1)], layout, torch.float32, seed)
     clean = case.run()
     case.k[0][:], case.v[0][:] = float("nan"), float("nan")
-    past = torch.from_numpy(case.batch.spans[0].table.slots[:30])
-    case.kv.keys[0][past], case.kv.values[0][past] = float("nan"), float("nan")
+    # everything but the other rows' own memory is NaN
+    others = torch.from_numpy(np.concatenate([span.table.slots for span in case.batch.spans[1:]]))
+    for cache in (case.kv.keys[0], case.kv.values[0]):
+        own = cache[others]
+        cache[:] = float("nan")
+        cache[others] = own
     broken = case.run()
     assert broken[0].isnan().all()
     assert torch.equal(broken[1:], clean[1:])

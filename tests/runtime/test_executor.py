@@ -264,6 +264,11 @@ def test_histories_reach_the_sampler(model: DecoderModel) -> None:
     ex.execute(StepPlan(2, (row(0, [*PROMPT, 71], Need.NONE),), grants=(Grant("a", 0, (4, 5, 6)),), preempted=("a",)))
     ex.execute(StepPlan(3, (row(11, [72]),)))
     assert spy.seen == [(10, PROMPT, []), (11, PROMPT, [71]), (12, PROMPT, [71, 72])]
+    spy.seen.clear()
+    # two drafts, both rejected: they are in the history of the verify row and gone from the next
+    ex.execute(StepPlan(4, (row(12, [73, 1, 2], Need.DRAFTS, draft=2),), grants=(Grant("a", 0, (7,)),)))
+    ex.execute(StepPlan(5, (row(13, [71]),)))
+    assert spy.seen == [(13, PROMPT, [71, 72, 73, 1, 2]), (14, PROMPT, [71, 72, 73, 71])]
 
 
 # --- with a real Core -----------------------------------------------------------------------------

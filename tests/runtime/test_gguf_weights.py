@@ -169,7 +169,7 @@ def test_non_finite_values_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
     write_gguf(tmp_path / "m.gguf", tensors, "llama")
     source = GGUFWeights(tmp_path / "m.gguf")
-    with pytest.raises(ModelError, match="blk.1.ffn_up.weight holds values that are not finite"):
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight holds values that are not finite"):
         source.get("model.layers.1.mlp.up_proj.weight")
 
 
