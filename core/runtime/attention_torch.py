@@ -2,58 +2,30 @@
 
     q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * head_dim]
 
-A step is cut once into parts that all layers with the same window share:
-* `_Padded`: rows of few queries (decode, verify) with keys as [rows, longest, ...]: a strided view when the rows lie
-  at equal distances (contiguous cache), otherwise one gather. The query heads of one KV head are folded into the
-  query axis, so KV is never repeated.
-* `_Single`: one row alone. Keys are a view when they lie in consecutive slots or were all computed in this very
-  step, otherwise one gather.
+A step is cut once into parts (`attention_parts.py`) that all layers with the same window share: rows of few queries
+and similar context together, longer rows one by one.
 
 Invariants
-* A query at position p sees keys max(0, p - window + 1) .. p of its own sequence and nothing else.
-* Padding repeats a slot of the same sequence and is masked: a NaN of one row never reaches another.
 * `store` writes k and v through `batch.slots` before `attend` reads anything.
+* Every packed token belongs to exactly one part; results come back in packed order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
+from twinfer.core.runtime.attention_parts import AttentionShape, PaddedRows, Part, SingleRow, distance_of, first_key
 from twinfer.core.runtime.batch import PackedBatch, Span
 from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.spec import ModelSpec
-from twinfer.core.work import keys_read
 
 SHORT_ROW = 8  # queries up to which rows of equal length are padded together
-QUERY_BLOCK = 512  # queries of one row whose mask is held at once
 VIEW_BYTES = 1024 * 1024  # keys of one row from which a view each beats one gather for all (measured on a CPU)
 PAD_BYTES = 512 * 1024  # padding that costs about as much as the launches of one more part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """What attention needs of a model. `windows` has one entry per layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    windows: tuple[int | None, ...]
-    softcap: float | None = None
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
 
 
 def attention_of(model: ModelSpec) -> TorchAttention:
@@ -112,181 +84,26 @@ class _Step:
         return out.flatten(1)
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    """`q [rows, kv_heads, queries, dim]` over `k, v [rows, kv_heads, keys, dim]`; `mask` is added to the scores."""
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    return torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
-
-
-# --- parts ----------------------------------------------------------------------------------------
-
-
-class _Part(Protocol):
-    where: slice | Tensor  # packed tokens this part answers for
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`[tokens of the part, heads, head_dim]`, in the order of `where`."""
-        ...
-
-
-class _Padded:
-    """Rows with `queries` tokens each, their keys padded to the longest."""
-
-    def __init__(
-        self, spans: Sequence[Span], window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        queries = spans[0].length
-        firsts = [_first_key(s, window) for s in spans]
-        lengths = [s.stop - f for s, f in zip(spans, firsts, strict=True)]
-        self.shape, self.rows, self.queries, self.longest = shape, len(spans), queries, max(lengths)
-        self.strided = _distance(spans, firsts, self.longest)
-        self.index: Tensor | None = None
-        if self.strided is None:
-            slots = np.empty((len(spans), self.longest), dtype=np.int64)
-            for i, (span, first, length) in enumerate(zip(spans, firsts, lengths, strict=True)):
-                slots[i, :length] = span.table.slots[first : span.stop]
-                slots[i, length:] = span.table.slots[span.stop - 1]
-            self.index = torch.from_numpy(slots.reshape(-1)).to(device)
-        self.mask: Tensor | None = None
-        if queries > 1 or min(lengths) < self.longest:
-            position = np.array([s.start for s in spans])[:, None, None] + np.arange(queries)[None, :, None]
-            key = np.array(firsts)[:, None, None] + np.arange(self.longest)[None, None, :]
-            mask = _additive(_visible(position, key, window), dtype, device)
-            self.mask = mask.repeat_interleave(shape.group, dim=1)[:, None]  # [rows, 1, queries * group, keys]
-        offsets = [s.offset for s in spans]
-        if offsets == list(range(offsets[0], offsets[0] + queries * len(spans), queries)):
-            self.where: slice | Tensor = slice(offsets[0], offsets[0] + queries * len(spans))
-        else:
-            self.where = torch.tensor([o + i for o in offsets for i in range(queries)], device=device)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        s = self.shape
-        folded = q[self.where].view(self.rows, self.queries, s.num_kv_heads, s.group, s.head_dim)
-        folded = folded.transpose(1, 2).reshape(self.rows, s.num_kv_heads, self.queries * s.group, s.head_dim)
-        out = softmax_attention(folded, self._context(keys), self._context(values), self.mask, s.scale, s.softcap)
-        out = out.reshape(self.rows, s.num_kv_heads, self.queries, s.group, s.head_dim).transpose(1, 2)
-        return out.reshape(self.rows * self.queries, s.num_heads, s.head_dim)
-
-    def _context(self, cache: Tensor) -> Tensor:
-        """`[rows, kv_heads, longest, head_dim]` of one cache tensor `[slots, kv_heads, head_dim]`."""
-        s = self.shape
-        if self.index is not None:
-            rows = cache.index_select(0, self.index).view(self.rows, self.longest, s.num_kv_heads, s.head_dim)
-        else:
-            assert self.strided is not None
-            base, distance = self.strided
-            slot, head, one = cache.stride()
-            rows = cache.as_strided(
-                (self.rows, self.longest, s.num_kv_heads, s.head_dim),
-                (distance * slot, slot, head, one),
-                cache.storage_offset() + base * slot,
-            )
-        return rows.transpose(1, 2)
-
-
-def _distance(spans: Sequence[Span], firsts: Sequence[int], longest: int) -> tuple[int, int] | None:
-    """(first slot, slots from one row to the next) when all rows can be read as one strided view.
-
-    Every row must own `longest` consecutive slots, so that its padding is its own memory.
-    """
-    if any(first + longest > span.table.run for span, first in zip(spans, firsts, strict=True)):
-        return None
-    bases = [int(span.table.slots[first]) for span, first in zip(spans, firsts, strict=True)]
-    distance = bases[1] - bases[0] if len(bases) > 1 else longest
-    if distance <= 0 or any(b - a != distance for a, b in pairwise(bases)):
-        return None
-    return bases[0], distance
-
-
-class _Single:
-    """One row; many queries are answered in blocks so that masks stay small."""
-
-    def __init__(
-        self, span: Span, window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.shape, self.span = shape, span
-        self.where = slice(span.offset, span.offset + span.length)
-        self.first = _first_key(span, window)
-        slots = span.table.slots[self.first : span.stop]
-        self.fresh = span.start == 0  # all keys are computed in this step
-        self.view = slice(int(slots[0]), int(slots[0]) + len(slots)) if span.stop <= span.table.run else None
-        self.index = None
-        if not self.fresh and self.view is None:
-            self.index = torch.from_numpy(slots).to(device)
-        self.causal = self.fresh and shape.softcap is None and (window is None or span.length <= window)
-        self.blocks: list[tuple[int, int, int, int, Tensor | None]] = []  # queries from, to, keys from, to, mask
-        if self.causal:
-            return
-        for low in range(0, span.length, QUERY_BLOCK):
-            high = min(low + QUERY_BLOCK, span.length)
-            position = np.arange(span.start + low, span.start + high)
-            seen = max(self.first, int(position[0]) - window + 1) if window is not None else self.first
-            last = int(position[-1]) + 1
-            mask = None
-            if high - low > 1:
-                allowed = _visible(position[:, None], np.arange(seen, last)[None, :], window)
-                mask = _additive(allowed, dtype, device)
-            self.blocks.append((low, high, seen - self.first, last - self.first, mask))
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        s = self.shape
-        if self.fresh:
-            row_k, row_v = k[self.where], v[self.where]
-        elif self.view is not None:
-            row_k, row_v = keys[self.view], values[self.view]
-        else:
-            row_k, row_v = keys.index_select(0, self.index), values.index_select(0, self.index)
-        row_q = q[self.where].transpose(0, 1)[None]
-        row_k, row_v = row_k.transpose(0, 1)[None], row_v.transpose(0, 1)[None]
-        if self.causal:
-            out = F.scaled_dot_product_attention(
-                row_q, row_k, row_v, is_causal=True, scale=s.scale, enable_gqa=s.group > 1
-            )
-            return out[0].transpose(0, 1)
-        outs = [
-            self._block(row_q[:, :, low:high], row_k[:, :, seen:last], row_v[:, :, seen:last], mask)
-            for low, high, seen, last, mask in self.blocks
-        ]
-        return torch.cat(outs, dim=1).transpose(0, 1)
-
-    def _block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        s = self.shape
-        queries = q.shape[2]
-        if s.softcap is None and queries > 1:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=s.scale, enable_gqa=s.group > 1)
-            return out[0]
-        folded = q.reshape(1, s.num_kv_heads, s.group * queries, s.head_dim)
-        tiled = mask.repeat(s.group, 1) if mask is not None else None
-        return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(s.num_heads, queries, s.head_dim)
-
-
 # --- cutting a step into parts --------------------------------------------------------------------
 
 
 def _cut(
     spans: Sequence[Span], window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
-) -> list[_Part]:
+) -> list[Part]:
     row_bytes = shape.num_kv_heads * shape.head_dim * dtype.itemsize
-    parts: list[_Part] = []
+    parts: list[Part] = []
     by_length: dict[int, list[Span]] = {}
     for span in spans:
         if span.length > SHORT_ROW:
-            parts.append(_Single(span, window, shape, dtype, device))
+            parts.append(SingleRow(span, window, shape, dtype, device))
         else:
             by_length.setdefault(span.length, []).append(span)
     for same in by_length.values():
         for bucket in _buckets(same, window, row_bytes):
             if len(bucket) == 1:
-                parts.append(_Single(bucket[0], window, shape, dtype, device))
+                parts.append(SingleRow(bucket[0], window, shape, dtype, device))
             else:
-                parts.append(_Padded(bucket, window, shape, dtype, device))
+                parts.append(PaddedRows(bucket, window, shape, dtype, device))
     return parts
 
 
@@ -294,12 +111,12 @@ def _buckets(spans: list[Span], window: int | None, row_bytes: int) -> list[list
     """Rows to be padded together; rows that need no sorting keep their order, so that q is read as a view."""
     if len(spans) == 1:
         return [spans]
-    firsts = {s.offset: _first_key(s, window) for s in spans}
+    firsts = {s.offset: first_key(s, window) for s in spans}
     keys = {s.offset: s.stop - firsts[s.offset] for s in spans}
     longest = max(keys.values())
     waste = sum(longest - n for n in keys.values())
     by_slot = sorted(spans, key=lambda s: int(s.table.slots[firsts[s.offset]]))
-    if waste <= sum(keys.values()) and _distance(by_slot, [firsts[s.offset] for s in by_slot], longest) is not None:
+    if waste <= sum(keys.values()) and distance_of(by_slot, [firsts[s.offset] for s in by_slot], longest) is not None:
         return [by_slot]
     alone = [s for s in spans if s.stop <= s.table.run and keys[s.offset] * row_bytes >= VIEW_BYTES]
     rest = [s for s in spans if s not in alone]
@@ -319,18 +136,4 @@ def _buckets(spans: list[Span], window: int | None, row_bytes: int) -> list[list
     return [[s] for s in alone] + [sorted(bucket, key=lambda s: s.offset) for bucket in buckets]
 
 
-def _first_key(span: Span, window: int | None) -> int:
-    """First position that any query of the row sees."""
-    return span.stop - keys_read(span.length, span.stop, window)
-
-
-def _visible(position: NDArray[np.int64], key: NDArray[np.int64], window: int | None) -> NDArray[np.bool_]:
-    allowed = key <= position
-    return allowed if window is None else allowed & (key > position - window)
-
-
-def _additive(allowed: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where allowed, -inf elsewhere; made once, because a boolean mask is converted at every call."""
-    mask = torch.zeros(allowed.shape, dtype=dtype)
-    mask.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-    return mask.to(device)
+__all__ = ["AttentionShape", "AttentionStep", "TorchAttention", "attention_of"]

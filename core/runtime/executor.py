@@ -133,10 +133,11 @@ class TorchExecutor:
         if packed:
             try:
                 answers = self._forward(plan, packed, kept, profile)
-            except torch.OutOfMemoryError as error:
-                answers = [RowResult(failure=f"out of device memory ({error}); lower max_num_batched_tokens")] * len(
-                    kept
-                )
+            except RuntimeError as error:
+                if not _out_of_memory(error):
+                    raise
+                failure = "out of device memory; lower --max-num-batched-tokens or the size of the KV pool"
+                answers = [RowResult(failure=failure)] * len(kept)
             for i, answer in zip(kept, answers, strict=True):
                 results[i] = answer
         return [result if result is not None else RowResult() for result in results]
@@ -204,3 +205,8 @@ class TorchExecutor:
         if num_logits(row.need, len(tokens), row.draft) > len(tokens):
             return f"{row.draft} drafts in a row of {len(tokens)} tokens"
         return None
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has a type for it; the CPU allocator only a message."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

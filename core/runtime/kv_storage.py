@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twinfer.core.errors import ConfigError
 from twinfer.core.plan import Copy
 
 
@@ -74,7 +76,14 @@ class KVStorage:
     ) -> None:  # fmt: skip
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        self._all = _zeros((num_layers, 2, num_blocks, block_size, kv_heads, head_dim), dtype, self.device)
+        shape = (num_layers, 2, num_blocks, block_size, kv_heads, head_dim)
+        try:
+            self._all = _zeros(shape, dtype, self.device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = math.prod(shape) * dtype.itemsize / 2**30
+            raise ConfigError(
+                "--num-kv-blocks", num_blocks, f"{size:.1f} GiB of KV memory cannot be had on {self.device}", "lower it"
+            ) from error
         flat = self._all.flatten(2, 3)
         self.keys: list[Tensor] = [flat[layer, 0] for layer in range(num_layers)]
         self.values: list[Tensor] = [flat[layer, 1] for layer in range(num_layers)]
@@ -106,5 +115,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros are pages that cost nothing until they are first written; torch.zeros writes them all
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

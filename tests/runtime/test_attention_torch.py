@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from twinfer.core.plan import Need
-from twinfer.core.runtime.attention_torch import AttentionShape, TorchAttention, _Padded, _Single, _Step
+from twinfer.core.runtime.attention_parts import AttentionShape, PaddedRows, SingleRow
+from twinfer.core.runtime.attention_torch import TorchAttention, _Step
 from twinfer.core.runtime.batch import PackedRow, pack
 from twinfer.core.runtime.kv_storage import KVStorage, Table
 
@@ -133,11 +134,11 @@ def test_rows_longer_than_a_mask_block(window: int | None) -> None:
 
 def test_contiguous_cache_is_read_without_a_gather() -> None:
     decode = Case(SHAPE, ROWS["decode"], "contiguous", torch.float32).parts()
-    assert len(decode) == 1 and isinstance(decode[0], _Padded) and decode[0].index is None
+    assert len(decode) == 1 and isinstance(decode[0], PaddedRows) and decode[0].index is None
     single = Case(SHAPE, [(9, 11)], "contiguous", torch.float32).parts()
-    assert isinstance(single[0], _Single) and single[0].index is None
+    assert isinstance(single[0], SingleRow) and single[0].index is None
     shuffled = Case(SHAPE, ROWS["decode"], "shuffled", torch.float32).parts()
-    assert isinstance(shuffled[0], _Padded) and shuffled[0].index is not None
+    assert isinstance(shuffled[0], PaddedRows) and shuffled[0].index is not None
 
 
 def test_rows_in_another_order_than_their_memory() -> None:
@@ -155,7 +156,7 @@ def test_rows_in_another_order_than_their_memory() -> None:
 def test_very_different_contexts_are_not_padded_to_the_longest() -> None:
     shape = AttentionShape(num_heads=8, num_kv_heads=8, head_dim=64, scale=0.125, windows=(None,))
     case = Case(shape, [(1500, 1), (3, 1), (1400, 1), (7, 1), (5, 1)], "shuffled", torch.float32)
-    padded = [part for part in case.parts() if isinstance(part, _Padded)]
+    padded = [part for part in case.parts() if isinstance(part, PaddedRows)]
     assert sorted(part.longest for part in padded) == [8, 1501]
     assert (case.run().double() - case.expected()).abs().max() <= 2e-5
 

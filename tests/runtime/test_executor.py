@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from twinfer.core.core import Core
-from twinfer.core.errors import RequestError
+from twinfer.core.errors import ConfigError, RequestError
 from twinfer.core.events import Finished, StepDone, Submit, TokenDelta
 from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.params import SamplingParams
@@ -220,6 +220,30 @@ def test_a_sequence_with_nan_fails_and_leaves_no_trace(model: DecoderModel, gree
     assert bad.failure is not None and bad.tokens == ()
     assert list(good.tokens) == greedy(PROMPT[:2], 1)
     assert all(tensor.isfinite().all() for tensor in (*ex.kv.keys, *ex.kv.values))
+
+
+def test_running_out_of_memory_fails_the_rows(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ex = executor(model)
+    admit(ex, PROMPT)
+    plan = StepPlan(0, (row(0, PROMPT),), grants=(Grant("a", 0, (1, 2, 3)),))
+
+    def raises(error: Exception) -> None:
+        def forward(*_: object) -> torch.Tensor:
+            raise error
+
+        monkeypatch.setattr(type(model), "forward", forward)
+
+    raises(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+    (result,) = ex.execute(plan).rows
+    assert result.failure is not None and "lower --max-num-batched-tokens" in result.failure
+    raises(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        ex.execute(replace(plan, grants=()))
+
+
+def test_a_pool_that_cannot_be_allocated_names_the_option(model: DecoderModel) -> None:
+    with pytest.raises(ConfigError, match=r"--num-kv-blocks=.* GiB of KV memory cannot be had on cpu"):
+        executor(model, num_blocks=2**50)
 
 
 def test_kv_transfers_are_refused_at_admission(model: DecoderModel) -> None:
