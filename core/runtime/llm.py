@@ -15,9 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,68 +23,24 @@ from pydantic import ValidationError
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError, RequestError
-from twinfer.core.events import Abort, Finished, Output, Rejected, Submit, TokenDelta
+from twinfer.core.events import Abort, Submit
 from twinfer.core.params import SamplingParams
 from twinfer.core.registry import Registry
 from twinfer.core.request import Request
 from twinfer.core.runtime.loading import Engine, load_engine
+from twinfer.core.runtime.outputs import Collector, CompletionOutput, RequestOutput, StreamDelta
 from twinfer.core.runtime.pull_driver import PullDriver
-from twinfer.core.runtime.stop_strings import text_stream
+
+__all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "Stream", "StreamDelta", "engine_config"]
 
 Prompt = str | Sequence[int]
-LogProbs = Mapping[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One sample.
-
-    finish_reason: stop | length | abort | capacity | error.  stop_reason: the stop string or the id that ended
-    it.  detail: what to change, for the last two reasons.  logprobs: one table a token, when they were asked for.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[LogProbs, ...] | None
-    finish_reason: str
-    stop_reason: str | int | None = None
-    detail: str = ""
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """All samples of one prompt. `prompt` is None when it was given as ids."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StreamDelta:
-    """News of one sample: ids that came, text that has become certain (it may lag behind the ids).
-
-    `finish_reason` is None until the last delta of the sample.
-    """
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[LogProbs, ...]
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
 
 
 class LLM:
     """A model that answers prompts.
 
     model: spec name with weights here, directory, GGUF file or hub id.  registry: plugins to choose from.
-    options: fields of `EngineConfig` (`scheduler="continuous:chunk=64"`, `kv_cache="paged"`, `dtype`,
+    options: fields of `EngineConfig` (`scheduler="continuous:chunk_size=64"`, `kv_cache="paged"`, `dtype`,
     `max_model_len`, `max_num_seqs`, `num_kv_blocks`, `seed`, ...).
     Raises ConfigError and ModelError.
     """
@@ -104,7 +58,7 @@ class LLM:
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
         self._driver = PullDriver(engine.build_core(), engine.executor, engine.observers)
-        self._live: dict[str, _Collector] = {}
+        self._live: dict[str, Collector] = {}
         self._number = 0
         self._closed = False
 
@@ -161,11 +115,9 @@ class LLM:
         conversations: Sequence[Any] = [messages] if one else messages
         return self.generate([self._engine.tokenizer.encode_chat(c) for c in conversations], params, priority=priority)
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Generator[StreamDelta, None, None]:
-        """Deltas of one prompt as they come. The request starts at once; closing the generator aborts it."""
-        return self._deltas(self.submit(prompt, params, priority=priority))
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Stream:
+        """Deltas of one prompt as they come. Closing the stream (or dropping it) aborts the request."""
+        return self.deltas(self.submit(prompt, params, priority=priority))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> str:
         """Queue one prompt and return its id, for `result`, `deltas` and `abort`. It runs while others wait."""
@@ -180,10 +132,9 @@ class LLM:
             self._poll()
         return self._take(collector)
 
-    def deltas(self, request_id: str) -> Generator[StreamDelta, None, None]:
-        """What a submitted request has said and will say. Closing the generator aborts it."""
-        self._find(request_id)
-        return self._deltas(request_id)
+    def deltas(self, request_id: str) -> Stream:
+        """What a submitted request has said and will say. Its id is forgotten when the stream ends."""
+        return Stream(self, self._find(request_id))
 
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: it finishes with reason "abort". Unknown and finished ids are no error."""
@@ -258,8 +209,8 @@ class LLM:
             )
         return ids
 
-    def _start(self, request: Request, prompt: str | None) -> _Collector:
-        collector = _Collector(self._engine, request, prompt)
+    def _start(self, request: Request, prompt: str | None) -> Collector:
+        collector = Collector(self._engine.tokenizer, request, prompt)
         self._live[request.id] = collector
         self._driver.put(Submit(request))
         return collector
@@ -277,7 +228,7 @@ class LLM:
                 collector.add(output)
         return True
 
-    def _find(self, request_id: str) -> _Collector:
+    def _find(self, request_id: str) -> Collector:
         self._check_open()
         collector = self._live.get(request_id)
         if collector is None:
@@ -286,26 +237,12 @@ class LLM:
             )
         return collector
 
-    def _take(self, collector: _Collector) -> RequestOutput:
+    def _take(self, collector: Collector) -> RequestOutput:
         del self._live[collector.request.id]
         return collector.output()
 
-    def _deltas(self, request_id: str) -> Generator[StreamDelta, None, None]:
-        collector = self._live[request_id]
-        try:
-            while True:
-                while collector.deltas:
-                    yield collector.deltas.popleft()
-                if collector.done:
-                    if collector.rejected:
-                        raise RequestError(collector.rejected)
-                    return
-                self._poll()
-        finally:
-            if not self._closed:
-                self._give_up([collector])
-
-    def _give_up(self, collectors: Sequence[_Collector]) -> None:
+    def _give_up(self, collectors: Sequence[Collector]) -> None:
+        """Nobody waits for these any more: end those that are not done."""
         for collector in collectors:
             self._live.pop(collector.request.id, None)
             if not collector.done:
@@ -316,81 +253,46 @@ class LLM:
             raise RequestError("this LLM is closed; make a new one")
 
 
-class _Sample:
-    """One sample while it grows."""
+class Stream(Iterator[StreamDelta]):
+    """Iterator over the deltas of one request; also a context manager. `request_id` is the name for `LLM.abort`."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.stream = text_stream(engine.tokenizer, request)
-        self.tokens: list[int] = []
-        self.logprobs: list[LogProbs] = []
-        self.finished: Finished | None = None
+    def __init__(self, llm: LLM, collector: Collector) -> None:
+        self._llm, self._collector = llm, collector
+        self._ended = False
+        self.request_id = collector.request.id
 
-    @property
-    def stop_reason(self) -> str | int | None:
-        if self.finished is None or self.finished.reason != "stop":
-            return None
-        return self.stream.stopped if self.stream.stopped is not None else self.tokens[-1]
+    def __next__(self) -> StreamDelta:
+        collector = self._collector
+        while not self._ended:
+            if collector.deltas:
+                return collector.deltas.popleft()
+            if collector.done:
+                self.close()
+                if collector.rejected:
+                    raise RequestError(collector.rejected)
+                break
+            try:
+                self._llm._poll()
+            except BaseException:
+                self.close()
+                raise
+        raise StopIteration
 
+    def close(self) -> None:
+        """Abort the request unless it has ended; calling it twice is harmless."""
+        if not self._ended:
+            self._ended = True
+            self._llm._give_up([self._collector])
 
-class _Collector:
-    """Outputs of one request, as they come."""
+    def __enter__(self) -> Stream:
+        return self
 
-    def __init__(self, engine: Engine, request: Request, prompt: str | None) -> None:
-        self.request = request
-        self.prompt = prompt
-        self.samples = [_Sample(engine, request) for _ in range(request.params.n)]
-        self.deltas: deque[StreamDelta] = deque()
-        self.rejected = ""
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
-    @property
-    def done(self) -> bool:
-        return bool(self.rejected) or all(s.finished is not None for s in self.samples)
-
-    def add(self, output: Output) -> None:
-        if isinstance(output, Rejected):
-            self.rejected = output.why
-            return
-        sample = self.samples[output.index]
-        if isinstance(output, TokenDelta):
-            sample.tokens += output.tokens
-            sample.logprobs += output.logprobs
-            sample.stream.push(output.tokens)
-            self._tell(output.index, sample.stream.delta(), output.tokens, output.logprobs)
-        else:
-            sample.finished = output
-            self._tell(output.index, sample.stream.finish(), (), ())
-
-    def _tell(self, index: int, text: str, tokens: tuple[int, ...], logprobs: tuple[LogProbs, ...]) -> None:
-        sample = self.samples[index]
-        reason = sample.finished.reason if sample.finished is not None else None
-        if reason is not None and self.deltas and self.deltas[-1].index == index:  # not handed out yet: join the two
-            last = self.deltas.pop()
-            text, tokens, logprobs = last.text + text, last.token_ids, last.logprobs
-        self.deltas.append(StreamDelta(self.request.id, index, text, tokens, logprobs, reason, sample.stop_reason))
-
-    def output(self) -> RequestOutput:
-        """The whole answer; RequestError if the engine refused it."""
-        if self.rejected:
-            raise RequestError(self.rejected)
-        asked = self.request.params.logprobs is not None
-        outputs = []
-        for index, sample in enumerate(self.samples):
-            end = sample.finished
-            assert end is not None
-            outputs.append(
-                CompletionOutput(
-                    index=index,
-                    text=sample.stream.text,
-                    token_ids=tuple(sample.tokens),
-                    logprobs=tuple(sample.logprobs) if asked else None,
-                    finish_reason=end.reason,
-                    stop_reason=sample.stop_reason,
-                    detail=end.detail if end.reason in ("capacity", "error") else "",
-                    num_cached_tokens=end.num_cached_tokens,
-                    num_preemptions=end.num_preemptions,
-                )
-            )
-        return RequestOutput(self.request.id, self.prompt, tuple(self.request.prompt), tuple(outputs))
+    def __del__(self) -> None:
+        if hasattr(self, "_collector"):
+            self.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

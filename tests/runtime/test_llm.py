@@ -230,6 +230,20 @@ def test_edge_36_closing_a_stream_aborts_it(llm: LLM) -> None:
     assert core.num_steps <= steps + 1  # nobody computes for a client that went away
 
 
+def test_edge_36_a_stream_nobody_reads_is_aborted_when_it_is_dropped(llm: LLM) -> None:
+    stream = llm.stream("never read", SamplingParams(max_tokens=100, ignore_eos=True))
+    request = stream.request_id
+    del stream
+    assert idle(llm)
+    assert llm._driver.core.num_steps == 0
+    with pytest.raises(RequestError, match=request):
+        llm.result(request)
+    with llm.stream("left early", SamplingParams(max_tokens=100, ignore_eos=True)) as early:
+        next(early)
+    assert list(early) == []
+    assert idle(llm) and llm._driver.core.num_steps <= 2
+
+
 @pytest.mark.parametrize("after", range(0, 9, 2))
 def test_edge_36_abort_at_any_moment_leaves_nothing(engine: Engine, after: int) -> None:
     llm = make(engine, scheduler="continuous:chunk_size=4", max_num_seqs=2)
