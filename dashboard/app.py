@@ -1,6 +1,7 @@
-"""The dashboard's entry script: `streamlit run app.py -- [--runs-dir DIR] [-p MODULE] [--plugins-dir DIR]`.
+"""The app: pages in the sidebar, shared resources, the scenario around each page.
 
-Started by `launch.py`, which passes the options that keep it local and offline.
+`launch.py` starts Streamlit on `entry/script.py`, which calls `main` with the words after `--`:
+[--runs-dir DIR] [-p MODULE] [--plugins-dir DIR].
 
 Invariants
 * Built-in pages and those of plugins come through the same hook; a page that fails shows its reason and
@@ -90,8 +91,3 @@ def main(argv: Sequence[str] = (), first: str | None = None) -> None:
             groups[GROUPS[0]].append(st.Page(render, title=title, url_path="home", default=True, visibility="hidden"))
     st.navigation({name: pages for name, pages in groups.items() if pages}).run()
 
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

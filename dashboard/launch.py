@@ -24,7 +24,7 @@ from twinfer.dashboard.theme import streamlit_options
 
 DEFAULT_PORT = 8501
 HOST = "127.0.0.1"
-APP = Path(__file__).with_name("app.py")
+APP = Path(__file__).parent / "entry" / "script.py"
 
 
 def free_port(wanted: int = DEFAULT_PORT) -> int:

@@ -205,11 +205,11 @@ LINT = r"""
     const log = layout.type === 'log';
     let values = [];
     for (const trace of g._fullData) {
-      if (trace[of + 'axis'] !== of || trace.hoverinfo === 'skip') continue;
+      if (trace[of + 'axis'] !== of || (trace.hoverinfo === 'skip' && !(trace['error_' + of] || {}).visible)) continue;
       const data = Array.from(trace[of] || []).filter(v => typeof v === 'number' && isFinite(v) && (!log || v > 0));
       values = values.concat(log ? data.map(Math.log10) : data);
-      const error = trace['error_' + of];
-      if (error && error.visible && error.array)
+      const error = trace['error_' + of] || {};
+      if (error.visible && error.array)
         data.forEach((v, k) => values.push(v + (error.array[k] || 0), v - ((error.arrayminus || [])[k] || 0)));
     }
     if (values.length < 2) continue;
@@ -256,7 +256,7 @@ def test_tables_open_under_the_charts(tab, stored):
 def test_the_scenario_survives_links_edits_back_forward_and_reload(tab):
     t = tab()
     t.open(f"techniques?max_num_seqs=3&{SMALL}")
-    rows = t.page.get_by_label("Rows in a batch")
+    rows = t.page.get_by_role("spinbutton", name="Rows in a batch")
     assert rows.input_value() == "3"
     t.page.get_by_role("link", name="Real vs predicted").click()
     t.page.wait_for_url(re.compile("/compare"))
@@ -265,22 +265,22 @@ def test_the_scenario_survives_links_edits_back_forward_and_reload(tab):
     t.page.get_by_role("link", name="Techniques").click()
     t.page.wait_for_url(re.compile("/techniques"))
     t.settle()
-    assert t.page.get_by_label("Rows in a batch").input_value() == "3"
-    t.page.get_by_label("Rows in a batch").fill("5")
-    t.page.get_by_label("Rows in a batch").press("Enter")
+    assert t.page.get_by_role("spinbutton", name="Rows in a batch").input_value() == "3"
+    t.page.get_by_role("spinbutton", name="Rows in a batch").fill("5")
+    t.page.get_by_role("spinbutton", name="Rows in a batch").press("Enter")
     t.wait_for_query("max_num_seqs", "5")
     t.settle()
     t.page.go_back()
     t.settle()
     t.wait_for_query("max_num_seqs", "3")
-    assert t.page.get_by_label("Rows in a batch").input_value() == "3"
+    assert t.page.get_by_role("spinbutton", name="Rows in a batch").input_value() == "3"
     t.page.go_forward()
     t.settle()
     t.wait_for_query("max_num_seqs", "5")
-    assert t.page.get_by_label("Rows in a batch").input_value() == "5"
+    assert t.page.get_by_role("spinbutton", name="Rows in a batch").input_value() == "5"
     t.page.reload()
     t.settle()
-    assert t.page.get_by_label("Rows in a batch").input_value() == "5"
+    assert t.page.get_by_role("spinbutton", name="Rows in a batch").input_value() == "5"
     t.assert_clean()
 
 
