@@ -48,16 +48,20 @@ class Recorder:
         )
         self._open: dict[tuple[str, int], RequestRecord] = {}
         self._by_seq: dict[str, RequestRecord] = {}
+        self._alive: dict[str, int] = {}  # samples of a request that have not ended
+        self._duplicates: list[str] = []  # ids submitted again while a request of that name was alive
 
     def submitted(self, request: Request, now: float) -> None:
         """A request arrived; its own `arrival` counts if it is set, else `now` (driver clock)."""
+        if request.id in self._alive:  # Core turns it away, the first one stays
+            self._duplicates.append(request.id)
+            return
+        self._alive[request.id] = request.params.n
         arrival = (request.arrival or now) - self.start
         for index in range(request.params.n):
             entry = RequestRecord(
                 request_id=request.id, index=index, arrival=arrival, num_prompt_tokens=len(request.prompt)
             )
-            if (request.id, index) in self._open:
-                continue  # a duplicate id: Core rejects it, the first one stays
             self._open[request.id, index] = entry
             self._by_seq[request.id if index == 0 else f"{request.id}/{index}"] = entry
             self.record.requests.append(entry)
@@ -110,16 +114,19 @@ class Recorder:
             entry.num_output_tokens += len(output.tokens)
         elif isinstance(output, Finished):
             entry = self._open.pop((output.request_id, output.index))
+            self._alive[output.request_id] -= 1
+            if not self._alive[output.request_id]:
+                del self._alive[output.request_id]
             self._by_seq.pop(output.request_id if output.index == 0 else f"{output.request_id}/{output.index}", None)
             entry.finished, entry.reason, entry.detail = at, output.reason, output.detail
             entry.num_cached_tokens = output.num_cached_tokens
             entry.num_preemptions = output.num_preemptions
         elif isinstance(output, Rejected):
-            for key in [k for k in self._open if k[0] == output.request_id]:
-                entry = self._open[key]
-                if entry.first_scheduled is not None:
-                    return  # a second request with the id of a living one was turned away
-                del self._open[key]
+            if output.request_id in self._duplicates:
+                self._duplicates.remove(output.request_id)
+                return
+            for index in range(self._alive.pop(output.request_id, 0)):
+                entry = self._open.pop((output.request_id, index))
                 entry.finished, entry.reason, entry.detail = at, "rejected", output.why
 
     def finish(self, complete: bool = True) -> RunRecord:
