@@ -26,6 +26,7 @@ from typing import Any
 
 import pluggy
 from pydantic import BaseModel, ValidationError
+
 from twinfer.core import hookspecs
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError
@@ -87,7 +88,7 @@ class Registry:
             module = importlib.import_module(module_name)
         except Exception as error:
             raise PluginError(
-                f"-p {module_name}: cannot be imported ({type(error).__name__}: {error}); "
+                f"-p {module_name}: cannot be imported ({type(error).__name__}: {_one_line(error)}); "
                 "install it or give the name of an importable module"
             ) from error
         self._load(module, module_name, getattr(module, "__version__", ""), f"module {module_name}")
@@ -107,7 +108,7 @@ class Registry:
             except Exception as error:
                 del sys.modules[name]
                 raise PluginError(
-                    f"--plugins-dir {folder}: {path.name} fails to load ({type(error).__name__}: {error})"
+                    f"--plugins-dir {folder}: {path.name} fails to load ({type(error).__name__}: {_one_line(error)})"
                 ) from error
             self._load(module, path.stem, getattr(module, "__version__", ""), str(path))
 
@@ -117,7 +118,7 @@ class Registry:
             try:
                 self._load(ep.load(), ep.name, version, f"entry point {ep.value}")
             except Exception as error:  # an installed plugin must not take the tool down with it
-                self.broken[ep.name] = f"{type(error).__name__}: {error}"
+                self.broken[ep.name] = f"{type(error).__name__}: {_one_line(error)}"
 
     def _load(self, plugin: ModuleType | object, name: str, version: str, source: str) -> None:
         found: list[Registered] = []
@@ -131,8 +132,8 @@ class Registry:
 
         if self._pm.has_plugin(name):
             raise PluginError(f"plugin {name!r} is registered twice; rename one of them")
-        self._pm.register(plugin, name=name)
         try:
+            self._pm.register(plugin, name=name)
             self._pm.check_pending()
             for kind in KINDS:
                 hook_name = f"register_{kind}"
@@ -143,7 +144,7 @@ class Registry:
             self._pm.unregister(name=name)
             if isinstance(error, PluginError):
                 raise
-            raise PluginError(f"plugin {name!r} ({source}): {error}") from error
+            raise PluginError(f"plugin {name!r} ({source}): {_one_line(error)}") from error
         for item in found:
             names = self._found[item.kind]
             key = item.name if item.name not in names else f"{name}/{item.name}"
@@ -196,6 +197,11 @@ def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> Bas
             option, str(choice), f"{choice.name}: {field}={first.get('input')!r} {first['msg'].lower()}",
             f"its options: {known}",
         ) from None  # fmt: skip
+
+
+def _one_line(error: Exception) -> str:
+    """Text of an error that others wrote, perhaps over several lines."""
+    return " ".join(str(error).split())
 
 
 def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:

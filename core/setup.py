@@ -12,6 +12,7 @@ from typing import Any
 
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
+from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
 from twinfer.core.policy import KVCache, Limits, Scheduler
 from twinfer.core.registry import Registry
@@ -47,11 +48,11 @@ def adapt_model(
     """`spec` as the chosen attention variant, quantizer and dtypes leave it, and those techniques."""
     changes: dict[str, Any] = {}
     if config.dtype != "auto":
-        changes["dtype"] = config.dtype
+        changes["dtype"] = canonical_dtype(config.dtype, "dtype")
         if config.kv_dtype == "auto":
-            changes["kv_dtype"] = config.dtype
+            changes["kv_dtype"] = changes["dtype"]
     if config.kv_dtype != "auto":
-        changes["kv_dtype"] = config.kv_dtype
+        changes["kv_dtype"] = canonical_dtype(config.kv_dtype, "kv_dtype")
     model = replace(spec, **changes) if changes else spec
     techniques: list[Technique] = []
     for kind, choice in (("attention", config.attention), ("quantizer", config.quantizer)):
