@@ -1,0 +1,78 @@
+"""Choices as text and back, and configurations that refuse what they do not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from twinfer.core.config import Choice, EngineConfig, parse_choice
+from twinfer.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("paged", "paged", {}),
+        ("paged:", "paged", {}),
+        (" paged : block_size = 32 ", "paged", {"block_size": 32}),
+        ("paged:block_size=32,prefix_sharing=false", "paged", {"block_size": 32, "prefix_sharing": False}),
+        ("mine/paged:ratio=0.5", "mine/paged", {"ratio": 0.5}),
+        ("x:a=null,b=text,c=", "x", {"a": None, "b": "text", "c": ""}),
+        ("x:path=a=b", "x", {"path": "a=b"}),
+    ],
+)
+def test_a_choice_from_text(text: str, name: str, options: dict[str, Any]) -> None:
+    assert parse_choice(text) == {"name": name, "options": options}
+    assert Choice.model_validate(text) == Choice(name=name, options=options)
+
+
+@pytest.mark.parametrize("text", ["paged:block_size", "paged:=3", "paged:a=1,b"])
+def test_an_option_without_name_or_value_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="write NAME:option=value") as caught:
+        Choice.model_validate(text)
+    assert repr(text) in str(caught.value)
+
+
+words = st.text("abcdefgh_", min_size=1, max_size=8)
+
+
+@settings(deadline=None, derandomize=True)
+@given(words, st.dictionaries(words, st.one_of(st.integers(), st.booleans(), st.none(), words), max_size=4))
+def test_a_choice_written_as_text_is_read_back(name: str, options: dict[str, Any]) -> None:
+    choice = Choice(name=name, options=options)
+    assert Choice.model_validate(str(choice)) == choice
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_model_len", 1),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("num_kv_blocks", 0),
+        ("kv_memory_bytes", 0),
+        ("memory_fraction", 0.0),
+        ("memory_fraction", 1.5),
+        ("tp", 0),
+        ("num_devices", 0),
+        ("seed", -1),
+        ("scheduler", 3),
+        ("no_such_option", 1),
+    ],
+)
+def test_values_that_cannot_work_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        EngineConfig(model="m", **{field: value})  # type: ignore[arg-type]
+    assert caught.value.errors()[0]["loc"][0] == field
+
+
+def test_a_configuration_is_frozen_and_survives_json() -> None:
+    config = EngineConfig(model="m", scheduler="static:batch_size=4", kv_cache={"name": "paged"}, quantizer="fp8")  # type: ignore[arg-type]
+    assert config.scheduler == Choice(name="static", options={"batch_size": 4})
+    assert EngineConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValidationError):
+        config.seed = 3  # type: ignore[misc]
