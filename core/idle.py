@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class LRU:
     """The block that became idle first is reused first."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, None] = {}  # insertion order is age
+        # Insertion order is age. A plain dict would walk over all that was popped before to find its first key.
+        self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def add(self, block: int) -> None:
         self._blocks[block] = None
@@ -16,9 +19,7 @@ class LRU:
         del self._blocks[block]
 
     def pop(self) -> int:
-        block = next(iter(self._blocks))
-        del self._blocks[block]
-        return block
+        return self._blocks.popitem(last=False)[0]
 
     def __len__(self) -> int:
         return len(self._blocks)
