@@ -109,10 +109,11 @@ def measure(
     found.loops = _time_loop(spec.vocab_size, registry)
     deadline = begin + budget_s
     rounds = 0
+    jobs: list[_StepJob | _GemmJob] = [*bench.jobs, *(gemm.row(m) for gemm in gemms for m in GEMM_ROWS)]
     copies: list[float] = []
     share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
     while time.perf_counter() < deadline and rounds < max_rounds:
-        for job in (*bench.jobs, *(gemm.row(m) for gemm in gemms for m in GEMM_ROWS)):
+        for job in jobs:
             check()
             left = deadline - time.perf_counter()
             if left < 0 or (rounds and (job.seconds > left or (rounds > 2 and job.seconds * rounds > share))):
