@@ -90,4 +90,3 @@ def main(argv: Sequence[str] = (), first: str | None = None) -> None:
         if path == opening:  # streamlit gives the default page no path of its own, so "/" is a hidden twin
             groups[GROUPS[0]].append(st.Page(render, title=title, url_path="home", default=True, visibility="hidden"))
     st.navigation({name: pages for name, pages in groups.items() if pages}).run()
-

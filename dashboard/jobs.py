@@ -68,6 +68,7 @@ class Job:
     title: str
     created: str
     tasks: list[dict[str, Any]]
+    scenario: dict[str, str] = field(default_factory=dict)
     state: str = "starting"
     task: int = 0
     done: int = 0
@@ -115,15 +116,16 @@ class JobManager:
         self._cancelled: dict[str, float] = {}
         self._over: dict[str, Job] = {}  # finished jobs change no more
 
-    def start(self, tasks: Sequence[Task], title: str) -> str:
-        """Start a worker for `tasks`; returns the job's id."""
+    def start(self, tasks: Sequence[Task], title: str, scenario: Mapping[str, str] | None = None) -> str:
+        """Start a worker for `tasks`; returns the job's id. scenario: parameters of the page it was started from."""
         if not tasks:
             raise ValueError("a job needs at least one task")
         job = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         folder = self.folder / job
         folder.mkdir(parents=True)
         spec = {
-            "id": job, "title": title, "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "id": job, "title": title, "scenario": dict(scenario or {}),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "runs_dir": str(self.root), "plugins": self._plugins, "plugin_dirs": self._plugin_dirs,
             "tasks": [task.plain() for task in tasks],
         }  # fmt: skip
@@ -149,7 +151,9 @@ class JobManager:
             spec = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        found = Job(id=job, title=spec["title"], created=spec["created"], tasks=spec["tasks"])
+        found = Job(
+            id=job, title=spec["title"], created=spec["created"], tasks=spec["tasks"], scenario=spec.get("scenario", {})
+        )
         alive = self._alive(job)  # before the events: a worker writes its last one while it is alive
         for event in _events(folder / "events.jsonl"):
             _apply(found, event)

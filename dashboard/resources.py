@@ -8,18 +8,17 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from twinfer.core.compare import Comparison
-from twinfer.core.compare import compare as compare_records
 from twinfer.core.errors import TwinferError
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
@@ -27,13 +26,17 @@ from twinfer.core.run_store import RunStore
 from twinfer.dashboard.jobs import JobManager, Task
 from twinfer.dashboard.scenario import Scenario
 
-DEADLINE = 2.0  # seconds one quick prediction may take
+DEADLINE = 1.5  # seconds one quick prediction may take
+PATIENCE = 3.0  # seconds a page may spend on quick predictions before it shows what it has
 KEPT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A quick prediction: a record, or the reason why there is none. `partial`: cut at the deadline."""
+    """A quick prediction: a record, or the reason why there is none.
+
+    partial: cut at the deadline, or not begun because the page's time was up (then there is no record).
+    """
 
     record: RunRecord | None = None
     problem: str = ""
@@ -69,18 +72,36 @@ class Resources:
         store = RunStore(runs_dir)
         return cls(Registry(plugins, plugin_dirs), store, JobManager(store.root, plugins, plugin_dirs))
 
-    def predict(self, scenario: Scenario) -> Prediction:
-        """The simulator's answer for a scenario, at once."""
+    def predict(self, scenario: Scenario, stored: Mapping[str, str] | None = None, wait: bool = True) -> Prediction:
+        """The simulator's answer for a scenario, at once.
+
+        stored: scenario key -> id of a stored prediction, which is preferred.  wait: False answers only from memory.
+        """
         key = scenario.key()
+        if stored and key in stored:
+            with contextlib.suppress(TwinferError):  # deleted meanwhile
+                return Prediction(record=self.load(stored[key]))
         with self._lock:  # one at a time: two tabs would only slow each other down
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
+            if not wait:
+                return Prediction(partial=True)
             found = self._predict(scenario)
             self._known[key] = found
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
             return found
+
+    def predict_all(self, scenarios: Sequence[Scenario], stored: Mapping[str, str] | None = None) -> list[Prediction]:
+        """Predictions in order, the first always, the others while the page's patience lasts."""
+        began = time.monotonic()
+        found: list[Prediction] = []
+        for scenario in scenarios:
+            hopeless = bool(found) and found[0].partial  # the same workload would be cut again
+            patient = not found or (not hopeless and time.monotonic() - began < PATIENCE)
+            found.append(self.predict(scenario, stored, wait=patient))
+        return found
 
     def _predict(self, scenario: Scenario) -> Prediction:
         began = time.monotonic()
@@ -95,6 +116,10 @@ class Resources:
             if not isinstance(error, TwinferError | ValidationError):
                 print(f"prediction failed: {type(error).__name__}: {error}", file=sys.stderr)
             return Prediction(problem=explain(error), seconds=time.monotonic() - began)
+        done = [r for r in record.requests if r.num_output_tokens]
+        refused = next((r.detail for r in record.requests if r.reason in ("rejected", "capacity", "error")), "")
+        if refused and not done:
+            return Prediction(problem=f"no request can be served: {refused}", seconds=time.monotonic() - began)
         return Prediction(record=record, partial=not record.complete, seconds=time.monotonic() - began)
 
     def load(self, run: str) -> RunRecord:
@@ -134,8 +159,3 @@ def task_of(scenario: Scenario, world: str, label: str) -> Task:
         world=world, label=label, config=scenario.config().model_dump(mode="json"),
         workload=scenario.workload().plain(), scenario=scenario.to_params(), key=scenario.key(),
     )  # fmt: skip
-
-
-def compared(measured: RunRecord, predicted: RunRecord) -> Comparison:
-    """`core.compare.compare`, named here so that pages need no second path."""
-    return compare_records(measured, predicted)

@@ -14,6 +14,7 @@ from twinfer.core.errors import TwinferError
 from twinfer.core.technique import Needs
 from twinfer.dashboard import figures, parts, session
 from twinfer.dashboard.forms import option_form, with_option
+from twinfer.dashboard.jobs import Job
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import BY_KEY, band_of, percent, value_of
 from twinfer.dashboard.resources import Prediction, Resources, explain, task_of
@@ -133,38 +134,30 @@ def _why_not(cls: type[Any], scenario: Scenario) -> list[str]:
 
 def _results(resources: Resources) -> None:
     scenario = session.scenario()
-    parts_of_it = combinations(scenario, resources.registry)
-    predictions = {c.label: resources.predict(c.scenario) for c in parts_of_it}
+    found = combinations(scenario, resources.registry)
+    stored = resources.jobs.results("simulator")
+    asked = [scenario, scenario.baseline(), *(c.scenario for c in found)]
+    mine, base, *others = resources.predict_all(asked, stored)
+    predictions = {c.label: prediction for c, prediction in zip(found, others, strict=True)}
     measured = _measured(resources)
-    yours, base = scenario.key(), scenario.baseline().key()
-    mine = resources.predict(scenario)
+    yours, base_key = scenario.key(), scenario.baseline().key()
 
-    parts.job_panel(resources)
-    _run_bar(resources, parts_of_it, predictions, busy=_busy(resources))
+    job = parts.job_panel(resources)
+    _run_bar(resources, found, mine, predictions, busy=job is not None and not job.over)
     if mine.problem:
         st.error(parts.plain(mine.problem))
         st.caption(
             "Nothing is predicted for this scenario until that is changed. Back in the browser undoes the last edit."
         )
-    _cards(
-        resources,
-        mine,
-        measured.get(yours),
-        resources.predict(scenario.baseline()),
-        measured.get(base),
-        same=yours == base,
-    )
+    _cards(mine, measured.get(yours), base, measured.get(base_key), same=yours == base_key)
     if mine.partial:
         st.warning(
-            "The quick prediction was cut after "
-            f"{mine.seconds:.0f} s; its numbers cover the requests finished by then. Predict in the background for all of them."
+            "This workload is too large for an estimate at once: the numbers cover the requests that were finished "
+            f"after {mine.seconds:.0f} s. “Predict and store” computes all of it in the background."
         )
-    _charts(parts_of_it, predictions, measured)
-
-
-def _busy(resources: Resources) -> bool:
-    job = resources.jobs.get(session.view("job") or "")
-    return job is not None and not job.over
+    _charts(found, predictions, measured)
+    if job is not None and job.over:
+        _stale(resources, job, {c.scenario.key() for c in found})
 
 
 def _measured(resources: Resources) -> dict[str, Mapping[str, Any]]:
@@ -175,7 +168,6 @@ def _measured(resources: Resources) -> dict[str, Mapping[str, Any]]:
 
 
 def _cards(
-    resources: Resources,
     mine: Prediction,
     real: Mapping[str, Any] | None,
     base: Prediction,
@@ -199,10 +191,13 @@ def _cards(
 
 
 def _run_bar(
-    resources: Resources, found: Sequence[Combination], predictions: Mapping[str, Prediction], busy: bool
+    resources: Resources,
+    found: Sequence[Combination],
+    own: Prediction,
+    predictions: Mapping[str, Prediction],
+    busy: bool,
 ) -> None:
     why = resources.why_not_real(session.scenario())
-    own = resources.predict(session.scenario())
     times = [p.record.metrics.get("duration") for p in predictions.values() if p.record is not None and not p.partial]
     known = [t for t in times if t is not None]
     mine = None if own.record is None or own.partial else own.record.metrics.get("duration")
@@ -247,7 +242,8 @@ def _start(
     except (TwinferError, ValidationError) as error:
         st.session_state.problems = [explain(error)]
         return
-    session.show(job=resources.jobs.start(tasks, f"{title}: {session.scenario().model}"))
+    scenario = session.scenario()
+    session.show(job=resources.jobs.start(tasks, f"{title}: {scenario.model}", scenario.to_params()))
 
 
 def _charts(
@@ -281,7 +277,7 @@ def _charts(
                 band=None if record is None else band_of(record.intervals, key),
                 measured=None if real is None else value_of(real, key),
                 baseline=combination.role == "baseline",
-                note="cannot run" if prediction.problem else "cut short" if prediction.partial else "",
+                note="cannot run" if prediction.problem else "not estimated" if prediction.partial else "",
             )
         )
     for combination in found:
@@ -314,6 +310,27 @@ def _interaction(found: Sequence[Combination], bars: Sequence[figures.Bar]) -> s
     return (
         f"Interaction ({world}): together the value is {percent(effect)} off what the effects alone would multiply to."
     )
+
+
+def _stale(resources: Resources, job: Job, current: set[str]) -> None:
+    """The measurements of a job whose scenario was left since: dimmed, with the way back."""
+    tasks = {i: task for i, task in enumerate(job.tasks) if task["world"] == "engine" and i in job.records}
+    if not tasks or any(task["key"] in current for task in tasks.values()):
+        return
+    old, _ = Scenario.from_params(job.scenario)
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.badge("inputs changed since the run", icon=":material/history:", color="orange")
+        st.button(
+            "Back to what was measured", key="restore", on_click=session.replace, args=(old,), icon=":material/undo:"
+        )
+    st.caption(parts.plain(old.line()))
+    stored = {summary.id: summary.metrics for summary in resources.store.list() if not summary.problem}
+    quantity = BY_KEY[CHARTED[0]]
+    bars = [
+        figures.Bar(label=task["label"], measured=value_of(stored.get(job.records[i], {}), quantity.key))
+        for i, task in tasks.items()
+    ]
+    parts.show(figures.technique_bars(bars, quantity, stale=True), "stale")
 
 
 __all__ = ["TechniquesPage"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from streamlit.testing.v1 import AppTest
 from twinfer.core.records import RunRecord
 from twinfer.core.run_store import RunStore
 from twinfer.dashboard.jobs import JobManager
+from twinfer.dashboard.resources import task_of
 from twinfer.dashboard.scenario import Scenario
 
 SMALL = {"num_requests": "4", "output_len": "8", "input_len": "16", "spread": "0"}
@@ -198,8 +200,45 @@ def test_a_prediction_cut_at_the_deadline_says_so(page, monkeypatch):
 
     monkeypatch.setattr(resources, "DEADLINE", 0.0)
     at = page(**SMALL)
-    assert any("cut" in w.value for w in at.warning)
+    assert any("too large for an estimate at once" in w.value for w in at.warning)
     assert "predicted" not in [t["name"] for t in spec(at, "techniques")["data"]]  # never drawn as whole
+    assert "not estimated" in str(spec(at, "techniques")["layout"]["annotations"])
+
+
+def test_the_page_does_not_wait_for_ever_for_estimates(page, monkeypatch):
+    from twinfer.dashboard import resources
+
+    monkeypatch.setattr(resources, "PATIENCE", 0.0)
+    at = page(**SMALL)
+    assert any(c.isdigit() for c in values(at)["Throughput"])  # yours always
+    assert "not estimated" in str(spec(at, "techniques")["layout"]["annotations"])
+
+
+def test_measurements_of_a_scenario_that_was_left_are_dimmed_with_the_way_back(page, tmp_path, record):
+    asked, _ = Scenario.from_params(SMALL)
+    store, run = RunStore(tmp_path), record("engine", run="real-run")
+    store.save(run)
+    folder = tmp_path / "jobs" / "20261129-120000-abcdef"
+    folder.mkdir(parents=True)
+    task = task_of(asked, "engine", "continuous + paged").plain()
+    spec_of_job = {"id": folder.name, "title": "Yours", "created": "", "tasks": [task], "scenario": asked.to_params()}
+    (folder / "job.json").write_text(json.dumps(spec_of_job))
+    events = [
+        {"event": "state", "state": "loading", "task": 0, "time": 1.0},
+        {"event": "record", "task": 0, "id": run.id, "complete": True, "time": 9.0},
+        {"event": "end", "state": "done", "time": 9.0},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    os.utime(folder / "job.json", (1, 1))
+    at = page(job=folder.name, **SMALL)
+    assert "measured**, predicted" in texts(at)
+    assert {t["name"] for t in spec(at, "techniques")["data"]} == {"measured", "predicted"}
+    at.number_input(key="w_max_num_seqs").set_value(2).run()
+    assert "measured**, predicted" not in texts(at)
+    assert spec(at, "stale")["data"][0]["opacity"] < 0.5
+    at.button(key="restore").click().run()
+    assert at.number_input(key="w_max_num_seqs").value == asked.max_num_seqs
+    assert "measured**, predicted" in texts(at)
 
 
 def test_an_unknown_job_in_the_link(page):
