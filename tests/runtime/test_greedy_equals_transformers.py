@@ -3,10 +3,10 @@
 The reference is `LlamaForCausalLM` with the weights of the same GGUF (that they equal transformers' own conversion
 is another test), run on one prompt at a time. What runs where:
 
-* always: all 20 prompts with batch 8 and mixed lengths, paged KV, chunks of 64; the first 8 prompts under forced
-  preemption (a pool that holds three of eight) and one by one over contiguous KV with whole prompts; and
-  the full cross of KV cache, batch 1 and 8, chunks of 1, 7, 64 and off on the shortest prompts;
-* with TWINFER_FULL_EQUALITY=1 (about 20 minutes on two cores): that full cross, and preemption, on all 20 prompts.
+* always: all 20 prompts with batch 8 over both KV caches with chunks of 7, 64 and off, with batch 1 over paged KV with
+  chunks of 64 and over contiguous KV with whole prompts, and under forced preemption (a pool for about three of eight);
+  the rest of the cross of KV cache, batch and chunk (all of batch 1, chunks of one token) on the shortest prompts;
+* with TWINFER_FULL_EQUALITY=1 (about 20 minutes): the whole cross on all 20 prompts.
 """
 
 from __future__ import annotations
@@ -125,36 +125,32 @@ def test_prompts_are_of_mixed_lengths(cases: list[Case]) -> None:
     assert len({c.answer for c in cases}) > NUM_PROMPTS // 2
 
 
-def test_all_prompts_batch_8_paged_chunked(engine: Engine, cases: list[Case]) -> None:
-    check(engine, cases, kv_cache=KV_CACHES["paged"], scheduler=CHUNKS["chunk-64"], batch=8)
+@pytest.mark.parametrize(("kv_cache", "chunk"), [("paged", "chunk-64"), ("contiguous", "unchunked")])
+def test_batch_1(engine: Engine, cases: list[Case], kv_cache: str, chunk: str) -> None:
+    check(engine, cases, kv_cache=KV_CACHES[kv_cache], scheduler=CHUNKS[chunk], batch=1)
 
 
-def test_batch_1_contiguous_unchunked(engine: Engine, cases: list[Case]) -> None:
-    check(engine, cases[: None if FULL else 8], kv_cache="contiguous", scheduler=CHUNKS["unchunked"], batch=1)
-
-
-@pytest.mark.parametrize("scheduler", ["chunk-64", "unchunked"])
-def test_forced_preemption(engine: Engine, cases: list[Case], scheduler: str) -> None:
+@pytest.mark.parametrize("chunk", ["chunk-64", "unchunked"])
+def test_forced_preemption(engine: Engine, cases: list[Case], chunk: str) -> None:
     """Eight sequences over a pool for about three: several are thrown out and computed again."""
-    some = sorted(cases, key=lambda c: len(c.prompt))[: None if FULL else 8]
-    blocks = MAX_LEN // 16
     preempted = check(
-        engine, some, kv_cache="paged:block_size=16,headroom=0,prefix_sharing=false", scheduler=CHUNKS[scheduler],
-        batch=8, num_kv_blocks=blocks,
+        engine, cases, kv_cache="paged:block_size=16,headroom=0,prefix_sharing=false", scheduler=CHUNKS[chunk],
+        batch=8, num_kv_blocks=MAX_LEN // 16,
     )  # fmt: skip
     assert preempted > 0
 
 
 def test_static_batches(engine: Engine, cases: list[Case]) -> None:
-    check(engine, sorted(cases, key=lambda c: len(c.prompt))[:4], kv_cache="contiguous", scheduler="static", batch=4)
+    check(engine, cases[:8], kv_cache="contiguous", scheduler="static", batch=4)
 
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_full_cross(engine: Engine, cases: list[Case], kv_cache: str, batch: int, chunk: str) -> None:
-    some = cases if FULL else sorted(cases, key=lambda c: len(c.prompt))[: 2 if batch == 1 else 3]
+def test_cross(engine: Engine, cases: list[Case], kv_cache: str, batch: int, chunk: str) -> None:
+    some, num_tokens = cases, NUM_TOKENS
+    if not FULL and (batch == 1 or chunk == "chunk-1"):
+        some, num_tokens = sorted(cases, key=lambda c: len(c.prompt))[: 2 if batch == 1 else 3], 8
     check(
-        engine, some, kv_cache=KV_CACHES[kv_cache], scheduler=CHUNKS[chunk], batch=batch,
-        num_tokens=NUM_TOKENS if FULL else 8,
+        engine, some, kv_cache=KV_CACHES[kv_cache], scheduler=CHUNKS[chunk], batch=batch, num_tokens=num_tokens
     )  # fmt: skip
