@@ -214,12 +214,12 @@ def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") ->
             why = f"the calibration cannot be read ({error.problem})"
     if why:
         show.note(f"{why}: measuring it, about a minute")
-        for attempt in (1, 2):
+        for budget in (55.0, 110.0):
             try:
-                run_calibration(session, model, dtype)
+                run_calibration(session, model, dtype, budget)
                 return
             except ConfigError as error:  # the machine was too busy
-                show.note(f"attempt {attempt} to calibrate failed: {error}")
+                show.note(f"calibration within {budget:.0f} s failed: {error}")
         show.note("predictions will use the generic CPU and be far off; `twinfer calibrate` mends that")
 
 
