@@ -94,7 +94,7 @@ class Recorder:
                 held_blocks=stats.held_blocks,
                 idle_blocks=stats.idle_blocks,
                 total_blocks=stats.total_blocks,
-                used_slots=stats.used_slots,
+                used_slots=stats.used_slots + tokens,
                 block_size=stats.block_size,
                 preempted=len(plan.preempted),
                 ops=result.ops if self.keep_ops else {},

@@ -37,7 +37,7 @@ class StepRecord:
     held_blocks: int = 0
     idle_blocks: int = 0
     total_blocks: int = 0
-    used_slots: int = 0
+    used_slots: int = 0  # that hold a token when the step ends: those it writes are in use while it runs
     block_size: int = 1
     preempted: int = 0
     ops: Mapping[str, float] = field(default_factory=dict)  # seconds by op name

@@ -46,7 +46,7 @@ def two_requests() -> Recorder:
     recorder.output(TokenDelta("a", 0, (9, 10)), 1005.0)
     recorder.output(Finished("a", 0, "length", "max_tokens=4", 6, 4, 0, 1), 1005.0)
     recorder.output(TokenDelta("b", 0, (2,)), 1005.0)
-    plan = StepPlan(3, (row("b", 4, 1),), stats=PlanStats(1, 0, 1, 1, 8, 4, 4), preempted=("x",))
+    plan = StepPlan(3, (row("b", 4, 1),), stats=PlanStats(1, 0, 2, 1, 8, 4, 4), preempted=("x",))
     recorder.step(plan, StepResult((), 1.0, 0.5, {"gemm": 0.9}), 1005.0, 1006.0)
     recorder.output(TokenDelta("b", 0, (3,)), 1006.0)
     recorder.output(Finished("b", 0, "stop", "token 3", 3, 3, 2, 0), 1006.0)
@@ -76,9 +76,10 @@ def test_metrics_of_the_two_requests() -> None:
     assert (metrics["num_requests"], metrics["num_completed"], metrics["num_preemptions"]) == (2, 2, 1)
     assert (metrics["prompt_tokens"], metrics["output_tokens"], metrics["num_steps"]) == (9, 7, 4)
     assert metrics["prefix_cache_hit_rate"] == pytest.approx(2 / 9)
-    # 3 blocks of 4 tokens at 10 B; waste: reserved 8*1 + 12*2 + 12*1 + 4*1 = 48 slot-seconds, used 0 + 12 + 10 + 4.
+    # 3 blocks of 4 tokens at 10 B; waste: reserved 8*1 + 12*2 + 12*1 + 8*1 = 52 slot-seconds, used (committed and
+    # being written) (0+6)*1 + (6+4)*2 + (10+2)*1 + (4+1)*1 = 43.
     assert metrics["peak_kv_bytes"] == 120.0
-    assert metrics["kv_waste"] == pytest.approx(1 - 26 / 48)
+    assert metrics["kv_waste"] == pytest.approx(1 - 43 / 52)
 
 
 def test_steps_keep_what_the_plan_said() -> None:
@@ -87,7 +88,7 @@ def test_steps_keep_what_the_plan_said() -> None:
     assert [s.num_tokens for s in steps] == [6, 4, 2, 1]
     assert [s.num_decode_rows for s in steps] == [0, 1, 2, 1]
     assert [s.num_context_tokens for s in steps] == [6, 7 + 3, 8 + 4, 5]
-    assert [s.held_blocks for s in steps] == [2, 3, 3, 1] and [s.idle_blocks for s in steps] == [0, 0, 1, 1]
+    assert [s.held_blocks for s in steps] == [2, 3, 3, 2] and [s.idle_blocks for s in steps] == [0, 0, 1, 1]
     assert [s.waiting for s in steps] == [1, 0, 0, 0] and [s.preempted for s in steps] == [0, 0, 0, 1]
     assert (steps[3].sigma, steps[3].ops) == (0.5, {"gemm": 0.9})
 
