@@ -109,6 +109,11 @@ class Core:
             case Tick():
                 pass
 
+    def accepted(self, request: Request) -> bool:
+        """True while samples of this very request are alive; tells an accepted Submit from a rejected one."""
+        samples = self.requests.get(request.id)
+        return samples is not None and samples[0].request is request
+
     def next_step(self, now: float) -> StepPlan | Idle | Blocked:
         """The next plan, or why there is none. Never raises under pressure; a policy that raises does."""
         if len(self.outstanding) >= self.limits.max_outstanding:

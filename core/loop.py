@@ -52,7 +52,14 @@ class Wait:
     until: float | None = None
 
 
-Effect = Drain | Now | Emit | Launch | Wait
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The core has accepted the request: tell the executor, before the next Launch."""
+
+    request: Request
+
+
+Effect = Drain | Now | Admit | Emit | Launch | Wait
 
 
 def engine_loop(core: Core) -> Generator[Effect, Any, None]:
@@ -66,6 +73,8 @@ def engine_loop(core: Core) -> Generator[Effect, Any, None]:
         now: float = yield now_effect
         for event in events:
             core.receive(event, now)
+            if isinstance(event, Submit) and core.accepted(event.request):
+                yield Admit(event.request)
         action = core.next_step(now)
         outputs = core.outputs()
         if outputs:
@@ -104,7 +113,7 @@ def drive(
 ) -> None:
     """Run the loop in real time, executing each plan in the calling thread, until the inbox closes.
 
-    `hook` is pluggy's relay for observers. Raises what the executor or a policy raises.
+    `hook` tells observers (`twinfer.core.observers`). Raises what the executor or a policy raises.
     """
     loop = engine_loop(core)
     ready: list[Event] = []  # StepDone events of plans executed here
@@ -122,11 +131,13 @@ def drive(
                     answer = ready or None
                 else:
                     for event in arrived:
-                        note_event(event, core, executor, clock(), recorder, hook)
+                        note_event(event, clock(), recorder, hook)
                     answer = [*ready, *arrived]
                 ready = []
             case Now():
                 answer = clock()
+            case Admit(request):
+                executor.admit(request, sample_ids(request))
             case Emit(outputs):
                 now = clock()
                 if recorder is not None:
@@ -151,10 +162,9 @@ def drive(
                 inbox.wait(None if until is None else max(0.0, until - clock()))
 
 
-def note_event(event: Event, core: Core, executor: Executor, now: float, recorder: Recorder | None, hook: Any) -> None:
-    """What every driver does when a request arrives: tell executor, recorder and observers."""
+def note_event(event: Event, now: float, recorder: Recorder | None, hook: Any) -> None:
+    """What every driver does when a request arrives: tell recorder and observers."""
     if isinstance(event, Submit):
-        executor.admit(event.request, sample_ids(event.request))
         if recorder is not None:
             recorder.submitted(event.request, now)
         if hook is not None:

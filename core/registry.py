@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 from twinfer.core import hookspecs
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError
+from twinfer.core.observers import Observers
 from twinfer.core.technique import KINDS
 
 GROUP = "twinfer"
@@ -65,6 +66,7 @@ class Registry:
         self._pm.add_hookspecs(hookspecs)
         self._found: dict[str, dict[str, Registered]] = {kind: {} for kind in KINDS}
         self.broken: dict[str, str] = {}
+        self._observers = Observers(self._pm)
         from twinfer.plugins import BUILTINS
 
         for module_name in BUILTINS:
@@ -77,9 +79,9 @@ class Registry:
             self._load_entry_points()
 
     @property
-    def hook(self) -> Any:
-        """pluggy's hook relay, for the observation hooks."""
-        return self._pm.hook
+    def observers(self) -> Observers | None:
+        """Relay of the observation hooks; None when no plugin listens."""
+        return self._observers if self._observers.any() else None
 
     # --- loading --------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import simpy
 from twinfer.core.core import Core
 from twinfer.core.events import Event, Output, StepDone, Submit
 from twinfer.core.executor import Executor
-from twinfer.core.loop import Drain, Emit, Launch, Now, Wait, engine_loop, note_event
+from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop, note_event, sample_ids
 from twinfer.core.plan import StepPlan
 from twinfer.core.recorder import Recorder
 from twinfer.core.request import Request
@@ -112,9 +112,11 @@ def engine(
                 answer = []  # closed, but a step is still out
             told = answer is None
             for event in answer or ():
-                note_event(event, core, executor, env.now, recorder, hook)
+                note_event(event, env.now, recorder, hook)
         elif isinstance(effect, Now):
             answer = env.now
+        elif isinstance(effect, Admit):
+            executor.admit(effect.request, sample_ids(effect.request))
         elif isinstance(effect, Emit):
             for output in effect.outputs:
                 if recorder is not None:

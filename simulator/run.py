@@ -187,7 +187,7 @@ def _run(
             told = wall
             on_progress(done, total, {"steps": core.num_steps, "simulated_s": now, "running": len(core.running)})
 
-    hook = world.registry.hook if keep and _observed(world.registry) else None
+    hook = world.registry.observers if keep else None
     env.process(arrivals(env, inbox, world.requests))
     process = env.process(engine(env, core, executor, inbox, recorder, emit, hook))
     try:
@@ -196,11 +196,6 @@ def _run(
         return recorder.finish(complete=False), executor.relative_sigma
     on_progress(done, total, {"steps": core.num_steps, "simulated_s": env.now, "running": 0})
     return recorder.finish(), executor.relative_sigma
-
-
-def _observed(registry: Registry) -> bool:
-    hook = registry.hook
-    return bool(hook.on_step.get_hookimpls() or hook.on_request.get_hookimpls())
 
 
 def _bands(

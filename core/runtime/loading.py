@@ -24,6 +24,7 @@ from twinfer.core.core import Core
 from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError, ModelError
 from twinfer.core.executor import Executor
+from twinfer.core.observers import Observers
 from twinfer.core.provision import provision
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.executor import TorchExecutor
@@ -66,10 +67,9 @@ class Engine:
         return replace(self, setup=setup, executor=_executor(setup, self.registry, self.model, self.tokenizer))
 
     @property
-    def observers(self) -> Any:
-        """pluggy's relay for `on_step` and `on_request`; None when no plugin listens."""
-        hook = self.registry.hook
-        return hook if hook.on_step.get_hookimpls() or hook.on_request.get_hookimpls() else None
+    def observers(self) -> Observers | None:
+        """Relay for `on_step` and `on_request`; None when no plugin listens."""
+        return self.registry.observers
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from twinfer.core.core import Core
 from twinfer.core.events import Event, Output, StepDone
 from twinfer.core.executor import Executor
-from twinfer.core.loop import Drain, Emit, Launch, Now, Wait, engine_loop, note_event
+from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop, note_event, sample_ids
 from twinfer.core.plan import StepResult
 
 
@@ -62,6 +62,8 @@ class PullDriver:
                     self._answer = self._drain()
                 case Now():
                     self._answer = self.clock()
+                case Admit(request):
+                    self.executor.admit(request, sample_ids(request))
                 case Emit(outputs):
                     if self.hook is not None:
                         for output in outputs:
@@ -86,7 +88,7 @@ class PullDriver:
         arrived: list[Event] = []
         while self._inbox:
             event = self._inbox.popleft()
-            note_event(event, self.core, self.executor, self.clock(), None, self.hook)
+            note_event(event, self.clock(), None, self.hook)
             arrived.append(event)
         done, self._ready = self._ready, []
         return [*done, *arrived]

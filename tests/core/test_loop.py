@@ -11,7 +11,7 @@ from content_oracle import MemoryModel, reference
 from twinfer.core.core import Core
 from twinfer.core.errors import PluginError
 from twinfer.core.events import Abort, Event, Finished, Output, Rejected, StepDone, Submit, TokenDelta
-from twinfer.core.loop import Drain, Emit, Launch, LocalInbox, Now, Wait, drive, engine_loop, sample_ids
+from twinfer.core.loop import Admit, Drain, Emit, Launch, LocalInbox, Now, Wait, drive, engine_loop, sample_ids
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Need, RowResult, StepPlan, StepResult
 from twinfer.core.policy import Limits
@@ -111,8 +111,10 @@ def collect() -> tuple[list[tuple[float, Output]], Any]:
 def test_the_loop_yields_its_effects_in_a_fixed_order() -> None:
     loop = engine_loop(make_core())
     assert next(loop) == Drain()
-    assert loop.send([Submit(ask("a", max_tokens=1)), Submit(ask("", 0))]) == Now()
-    emitted = loop.send(1.0)
+    request = ask("a", max_tokens=1)
+    assert loop.send([Submit(request), Submit(ask("", 0)), Submit(ask("a", 9))]) == Now()
+    assert loop.send(1.0) == Admit(request), "told before any plan names it; what was rejected never is"
+    emitted = next(loop)
     assert isinstance(emitted, Emit) and isinstance(emitted.outputs[0], Rejected)
     launch = next(loop)
     assert isinstance(launch, Launch) and launch.plan.step == 0
@@ -134,7 +136,8 @@ def test_a_closed_inbox_does_not_end_the_loop_before_the_work() -> None:
     loop = engine_loop(make_core())
     next(loop)
     loop.send([Submit(ask("a", max_tokens=1))])
-    assert isinstance(loop.send(0.0), Launch)
+    assert isinstance(loop.send(0.0), Admit)
+    assert isinstance(next(loop), Launch)
     assert next(loop) == Drain()
     assert loop.send(None) == Now()
     assert loop.send(0.0) == Wait(None)
@@ -150,10 +153,12 @@ def test_waiting_for_a_full_batch_is_a_wait_until() -> None:
     loop = engine_loop(core)
     next(loop)
     loop.send([Submit(ask("a", arrival=1.0))])
-    assert loop.send(2.0) == Wait(6.0)
+    loop.send(2.0)
+    assert next(loop) == Wait(6.0)
     next(loop)
     loop.send([Submit(ask("b", arrival=3.0))])
-    launch = loop.send(3.0)
+    loop.send(3.0)
+    launch = next(loop)
     assert isinstance(launch, Launch) and len(launch.plan.rows) == 2
 
 
@@ -173,7 +178,7 @@ def test_everything_submitted_is_served_and_times_come_from_the_clock(depth: int
     assert set(ends) == {"a", "b"}
     assert [t for _, name, (t,) in tokens if name == "a"] == [4, 5, 6]
     assert [t for _, name, (t,) in tokens if name == "b"] == [6, 7, 8]
-    assert executor.admitted == [(name, ((name, 0),)) for name in ("a", "b", "bad")]
+    assert executor.admitted == [(name, ((name, 0),)) for name in ("a", "b")], "what was rejected is not admitted"
     # Executing is synchronous, so a result is told before the next launch whatever the depth.
     assert [now for now, name, _ in tokens if name == "a"] == [100.5, 101.0, 101.5]
     record = recorder.finish()
@@ -254,6 +259,21 @@ def test_the_driver_serves_the_content_oracle(depth: int) -> None:
     for request in requests:
         tokens = [t for _, o in said if isinstance(o, TokenDelta) and o.request_id == request.id for t in o.tokens]
         assert tokens == reference(request, 0, core.limits)[0]
+
+
+def test_a_duplicate_id_does_not_disturb_the_first_request() -> None:
+    """In one batch of events and through the executor: the second is turned away, the first is served."""
+    core, memory = make_core(), MemoryModel(64, 4)
+    first = ask("a", 4)
+    said, emit = collect()
+    recorder = Recorder("engine", {}, {}, 1.0)
+    inbox = LocalInbox([Submit(first), Submit(ask("a", 9)), Submit(ask("b"))])
+    drive(core, memory, inbox, Clock(), emit, recorder)
+    rejected = [o for _, o in said if isinstance(o, Rejected)]
+    assert len(rejected) == 1 and "already in use" in rejected[0].why
+    tokens = [t for _, o in said if isinstance(o, TokenDelta) and o.request_id == "a" for t in o.tokens]
+    assert tokens == reference(first, 0, core.limits)[0]
+    assert [entry.reason for entry in recorder.finish().requests] == ["length", "length"]
 
 
 def test_sample_ids_are_those_the_core_gives() -> None:
