@@ -98,11 +98,15 @@ def demo(
 
 
 def demo_config(scheduler: str, kv_cache: str) -> EngineConfig:
-    """float32, as the reference of this engine is; 1 GiB of KV holds all prompts at once with either cache."""
+    """float32, as the reference of this engine is; 1 GiB of KV holds all prompts at once with either cache.
+
+    As a server does, it allows for longer requests than come: 512 tokens, which the contiguous cache sets aside each time.
+    """
     from twinfer.core.config import Choice, EngineConfig
 
     return EngineConfig(
         model=MODEL, dtype="float32", scheduler=Choice(name=scheduler), kv_cache=Choice(name=kv_cache),
+        max_model_len=512,
         max_num_seqs=NUM_PROMPTS, kv_memory_bytes=2**30,
     )  # fmt: skip
 

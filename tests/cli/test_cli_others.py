@@ -165,8 +165,8 @@ def test_demo_runs_predicts_saves_and_compares(
         assert joined["settings"] == {} and joined["real"]["metrics"]["prompt_tokens"] > 100
         assert joined["error"]["num_steps"] == joined["error"]["peak_kv_bytes"] == 0  # the same plans in both worlds
         assert joined["error"]["output_throughput"] is not None
-    assert answer["static + contiguous"]["real"]["metrics"]["kv_waste"] > 0.2
-    assert answer["continuous + paged"]["real"]["metrics"]["kv_waste"] < 0.2
+    assert answer["static + contiguous"]["real"]["metrics"]["kv_waste"] > 0.6
+    assert answer["continuous + paged"]["real"]["metrics"]["kv_waste"] < 0.1
     listed = cli("compare", "--list", "--runs-dir", tmp_path, "--json").json
     assert len(listed) == 4 and all(row["name"].startswith("demo: ") for row in listed)
 
