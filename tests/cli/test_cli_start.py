@@ -44,6 +44,19 @@ def test_help_of_a_command_imports_no_torch(command: str) -> None:
     assert heavy <= {"pydantic"}
 
 
+def test_a_thousand_requests_are_simulated_where_torch_cannot_be_imported() -> None:
+    """A what-if run needs neither torch nor transformers: here importing them raises."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n"
+        "from twinfer.cli.main import main\n"
+        "args = 'simulate --model llama-3.1-8b --device h100-sxm --requests 1000 --rate 10 --input-len 128'\n"
+        "assert main([*args.split(), '--output-len', '16', '--no-save', '--json']) == 0\n"
+        "for name in ('torch', 'transformers', 'triton'): del sys.modules[name]\n"
+    )
+    assert modules_after(code) & {"torch", "transformers", "streamlit"} == set()
+
+
 def test_console_script_runs() -> None:
     script = Path(sys.executable).with_name("twinfer")
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
