@@ -479,7 +479,9 @@ def test_edge_18_a_finished_load_is_seen_behind_a_head_that_cannot_run() -> None
     action = world.launch()
     assert isinstance(action, StepPlan) and [row.seq for row in action.rows] == ["loads"]
     world.drain()
-    assert end_of(world, "head").reason == "capacity" or end_of(world, "head").num_output_tokens > 0
+    assert end_of(world, "head").num_output_tokens == 5, (
+        "16 slots: 12 of the prompt, 4 of the answer, the last not stored"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -904,15 +906,17 @@ def test_edge_35_a_prompt_cut_short_leaves_only_valid_blocks(budget: int, end: s
         assert end_of(world, "b").num_cached_tokens >= committed // 2 * 2
 
 
-@pytest.mark.parametrize("budget", [2, 3, 5])
-def test_edge_35_preempted_in_the_middle_of_a_prompt(budget: int) -> None:
-    world = make_world(7, 2, scheduler=Continuous(PRIORITY), budget=budget, cache=paged(2, headroom=0.0))
+@pytest.mark.parametrize("scheduler", ["continuous", "priority"])
+def test_edge_35_preempted_in_the_middle_of_a_prompt(scheduler: str) -> None:
+    world = make_world(7, 2, scheduler=SCHEDULERS[scheduler](), budget=2, cache=paged(2, headroom=0.0))
     world.submit(ask("old", prompt(2, 50), 12, priority=0))
     world.advance()
     world.advance()
     world.submit(ask("cut", prompt(8), 2, priority=1))
     world.drain()
-    assert any("cut" in plan.preempted for plan in world.plans) or end_of(world, "cut").num_preemptions == 0
+    first = next(i for i, plan in enumerate(world.plans) if "cut" in plan.preempted)
+    fed = max(row.stop for plan in world.plans[:first] for row in plan.rows if row.seq == "cut")
+    assert 2 <= fed < 8, "some blocks of the prompt were published, and it was not all fed"
     world.submit(ask("again", prompt(8), 2))
     world.drain()
 
