@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
 from twinfer.core.errors import ConfigError
 
 

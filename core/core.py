@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from twinfer.core.errors import PluginError, ProtocolError
@@ -51,15 +51,23 @@ WaitingEntry = tuple[tuple[object, ...], int, Sequence]
 
 
 class Queue:
-    """The waiting sequences in order, as a scheduler sees them: read-only and lazy."""
+    """The waiting sequences in order, as a scheduler sees them: read-only and lazy.
 
-    __slots__ = ("_entries",)
+    Iteration ends when `closed()` says that nothing more is admitted in this step: a long queue costs
+    nothing then.
+    """
 
-    def __init__(self, entries: list[WaitingEntry]) -> None:
+    __slots__ = ("_closed", "_entries")
+
+    def __init__(self, entries: list[WaitingEntry], closed: Callable[[], bool]) -> None:
         self._entries = entries
+        self._closed = closed
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry[2] for entry in self._entries)
+        for entry in self._entries:
+            if self._closed():
+                return
+            yield entry[2]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,6 +97,7 @@ class Core:
         self.num_steps = 0
         self.num_submitted = 0
         self._outputs: list[Output] = []
+        self._stale = False  # `running` lists sequences that have ended
 
     # --- driver's side --------------------------------------------------------------------------
 
@@ -119,7 +128,9 @@ class Core:
         if len(self.outstanding) >= self.limits.max_outstanding:
             return self._blocked()
         while True:
-            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+            if self._stale:
+                self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+                self._stale = False
             planner = Planner(self, now)
             planner.run()
             if planner.rows or planner.moves:
@@ -339,6 +350,7 @@ class Core:
             del self.requests[seq.request.id]
         if seq.status is Status.WAITING:
             self.unqueue(seq)
+        self._stale = True
         if seq.status is Status.LOADING:
             seq.status = Status.DONE  # its blocks are still being written: kept until the transfer ends
         elif seq.status is Status.RUNNING and seq.request.kv_to is not None and reason in ("stop", "length"):
@@ -358,9 +370,9 @@ class Core:
         if seq.id in self.preempted:
             self.preempted.remove(seq.id)
 
-    def view(self, now: float) -> View:
+    def view(self, now: float, closed: Callable[[], bool]) -> View:
         return View(
-            now, self.limits, self.ledger.block_size, self.running, Queue(self.waiting), len(self.waiting),
+            now, self.limits, self.ledger.block_size, self.running, Queue(self.waiting, closed), len(self.waiting),
             self.ledger.pool.available,
         )  # fmt: skip
 

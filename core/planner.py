@@ -53,7 +53,7 @@ class Planner:
         core = self.core
         self._send()
         if core.running or core.waiting:
-            view = self._view = core.view(self.now)
+            view = self._view = core.view(self.now, lambda: self._closed)
             for want in self._ask("propose", lambda: core.scheduler.propose(view)):
                 if isinstance(want, Defer):
                     if want.until > self.now:
@@ -284,7 +284,8 @@ class Planner:
             answers = iter(call())
         except Exception as error:
             raise self._plugin_error(method, error) from error
-        while True:
+        # A policy may name anything any number of times, but not for ever.
+        for _ in range(4 * len(self.core.sequences) + 64):
             try:
                 answer = next(answers)
             except StopIteration:
@@ -292,6 +293,7 @@ class Planner:
             except Exception as error:
                 raise self._plugin_error(method, error) from error
             yield answer
+        raise self._plugin_error(method, RuntimeError("it answers without end; name each sequence once"))
 
     def _plugin_error(self, method: str, error: Exception) -> PluginError:
         name = getattr(self.core.scheduler, "name", type(self.core.scheduler).__name__)

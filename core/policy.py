@@ -60,7 +60,8 @@ class View:
 
     now: seconds on the driver's clock.
     running: sequences that hold a row, oldest admission first.
-    waiting: sequences that hold nothing, in `Scheduler.order`; iterate lazily, it can be very long.
+    waiting: sequences that hold nothing, in `Scheduler.order`; iterate lazily, it can be very long. It ends
+        early once the core admits no more in this step.
     num_waiting: its length.
     free_blocks: blocks that can be handed out now (free and idle-cached).
     """
@@ -135,4 +136,3 @@ class KVCache(Protocol):
     def idle_order(self) -> IdleOrder:
         """A fresh, empty container for one pool."""
         ...
-
