@@ -186,7 +186,7 @@ def change_bars(bars: Sequence[Bar], quantity: Quantity, *, stale: bool = False)
                 marker={
                     "color": colour if world == "measured" else theme.transparent(colour, 0.38),
                     "line": {"color": colour, "width": 1.5},
-                    "pattern": {} if gain else {"shape": "x", "size": 7, "solidity": 0.2, "fgcolor": "#F7E3D6"},
+                    "pattern": {} if gain else {"shape": "x", "fillmode": "overlay", "size": 7, "solidity": 0.2, "fgcolor": "#F7E3D6"},
                 },
                 customdata=[f"{bar.label}<br>{world} {percent(v)}" for bar, v in chosen],
                 hovertemplate="%{customdata}<extra></extra>",
@@ -257,8 +257,17 @@ def ratio_dots(pairs: Sequence[Pair]) -> Chart:
     for pair, _ in banded:
         edges += [pair.band[0] / pair.measured, pair.band[1] / pair.measured]  # type: ignore[index, operator]
     low, high = min(0.9, *edges), max(1.1, *edges)
-    pad = 0.06 * (high - low)
-    figure.update_xaxes(range=[low - pad, high + pad], title_text="predicted / measured (ratio, 1 is exact)", nticks=7)
+    title = "predicted / measured (ratio, 1 is exact)"
+    if low > 0 and high / low > 4:  # twice as much and half as much are equally wrong
+        pad = 0.04 * math.log10(high / low)
+        axis = [math.log10(low) - pad, math.log10(high) + pad]
+        ticks = log_ticks(axis)
+        figure.update_xaxes(
+            type="log", range=axis, tickvals=ticks, ticktext=[number(t) for t in ticks], title_text=title
+        )
+    else:
+        pad = 0.06 * (high - low)
+        figure.update_xaxes(range=[low - pad, high + pad], title_text=title, nticks=7)
     figure.update_yaxes(autorange="reversed", title_text=None)
     figure.add_vline(x=1, line={"color": theme.QUIET, "width": 1, "dash": "dot"})
     finish(figure, 90 + 38 * max(2, len(usable)))

@@ -211,6 +211,7 @@ _WORDS = {
     "starting": "Starting", "queued": "Waiting for another run on this machine", "loading": "Loading",
     "running": "Running",
 }  # fmt: skip
+_PHASES = {"load": "Loading the model", "warm up": "Warming up"}
 
 
 def job_panel(resources: Resources) -> Job | None:
@@ -239,6 +240,9 @@ def status_line(job: Job) -> str:
     task = job.tasks[min(job.task, len(job.tasks) - 1)]
     world = "Measuring" if task["world"] == "engine" else "Predicting"
     words = f"{world}: {task['label']}" if job.state == "running" else f"{_WORDS[job.state]}: {task['label']}"
+    phase = str(job.info.get("phase", ""))
+    if job.state == "running" and phase in _PHASES:
+        words = f"{_PHASES[phase]}: {task['label']}"
     if job.cancelling:
         words = f"Cancelling: {task['label']}"
     parts = [words]
@@ -288,7 +292,7 @@ def _outcome(resources: Resources, job: Job) -> None:
                 st.markdown(f"{plain(job.title)}: {plain(job.error)}.{kept}")
             real, predicted = pair_of(job)
             both = real is not None and predicted is not None
-            if both and st.button("Compare real and predicted", key="to-compare", icon=":material/compare_arrows:"):
+            if both and st.button("Compare", key="to-compare", icon=":material/compare_arrows:"):
                 session.show(real=real, predicted=predicted)
                 st.switch_page(st.session_state.pages["compare"])
             st.button("Dismiss", key="dismiss", on_click=session.show, kwargs={"job": None}, type="tertiary")

@@ -106,10 +106,9 @@ def _pick(which: str, label: str, options: Sequence[RunSummary], everything: Seq
 
 
 def _title(s: RunSummary) -> str:
-    when = s.created.replace("T", " ")[:16]
-    name = f"{s.name} · " if s.name and s.name != f"{s.scheduler} + {s.kv_cache}" else ""
-    stopped = "" if s.complete else " · stopped early"
-    return f"{name}{s.scheduler} + {s.kv_cache} · {s.model} · {when} UTC{stopped}"
+    name = s.name or f"{s.scheduler} + {s.kv_cache}"
+    stopped = " (stopped early)" if not s.complete else ""
+    return f"{name}{stopped} · {s.created.replace('T', ' ')[5:16]} UTC · {s.model}"
 
 
 # --- showing ------------------------------------------------------------------------------------

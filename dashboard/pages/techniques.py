@@ -143,7 +143,9 @@ def _results(resources: Resources) -> None:
     yours, base_key = scenario.key(), scenario.baseline().key()
 
     job = parts.job_panel(resources)
-    _run_bar(resources, found, mine, predictions, busy=job is not None and not job.over)
+    _run_bar(
+        resources, found, _times(found, predictions, measured), bool(mine.problem), job is not None and not job.over
+    )
     if mine.problem:
         st.error(parts.plain(mine.problem))
         st.caption(
@@ -156,6 +158,7 @@ def _results(resources: Resources) -> None:
             f"after {mine.seconds:.0f} s. “Predict and store” computes all of it in the background."
         )
     _charts(found, predictions, measured)
+    _chosen(mine)
     if job is not None and job.over:
         _stale(resources, job, {c.scenario.key() for c in found})
 
@@ -190,39 +193,62 @@ def _cards(
             )
 
 
+def _chosen(mine: Prediction) -> None:
+    """What "auto" became and why, and what the prediction rests on."""
+    if mine.record is None:
+        return
+    reasons = mine.record.reasons
+    if session.scenario().device == "auto" and "device" not in reasons:
+        st.caption(
+            "Times rest on typical data for this kind of machine. `twinfer calibrate` measures this one in about a minute; "
+            "predictions are much closer after it."
+        )
+    if reasons:
+        with st.expander("Chosen automatically", key="reasons"):
+            parts.rows([{"setting": name, "choice and reason": text} for name, text in reasons.items()])
+
+
+def _times(
+    found: Sequence[Combination], predictions: Mapping[str, Prediction], measured: Mapping[str, Mapping[str, Any]]
+) -> dict[str, float]:
+    """Scenario key -> how long its real run takes in s: as measured before, else as predicted."""
+    times = {}
+    for combination in found:
+        key, prediction = combination.scenario.key(), predictions[combination.label]
+        guess = None if prediction.record is None or prediction.partial else prediction.record.metrics.get("duration")
+        time = measured.get(key, {}).get("duration") or guess
+        if time is not None:
+            times[key] = float(time)
+    return times
+
+
 def _run_bar(
-    resources: Resources,
-    found: Sequence[Combination],
-    own: Prediction,
-    predictions: Mapping[str, Prediction],
-    busy: bool,
+    resources: Resources, found: Sequence[Combination], times: Mapping[str, float], wrong: bool, busy: bool
 ) -> None:
     why = resources.why_not_real(session.scenario())
-    times = [p.record.metrics.get("duration") for p in predictions.values() if p.record is not None and not p.partial]
-    known = [t for t in times if t is not None]
-    mine = None if own.record is None or own.partial else own.record.metrics.get("duration")
+    mine = times.get(session.scenario().key())
     with st.container(horizontal=True, vertical_alignment="center", key="run-bar"):
         st.button(
-            "Run for real", type="primary", icon=":material/play_arrow:", key="run", disabled=busy or bool(why or own.problem),
+            "Run for real", type="primary", icon=":material/play_arrow:", key="run", disabled=busy or bool(why) or wrong,
             on_click=_start, args=(resources, [_own(found)], "Yours, real and predicted"), shortcut="Ctrl+Enter",
             help=why or "Measures this configuration on this machine and stores its prediction beside it (Ctrl+Enter)",
         )  # fmt: skip
         if len(found) > 1:
             st.button(
                 f"Run all {len(found)} for real", icon=":material/playlist_play:", key="run-all",
-                disabled=busy or bool(why or own.problem), on_click=_start,
+                disabled=busy or bool(why) or wrong, on_click=_start,
                 args=(resources, list(found), f"All {len(found)} combinations, real and predicted"),
                 help=why or "Measures every combination of the chart, one after the other",
             )  # fmt: skip
         st.button(
-            "Predict and store", icon=":material/query_stats:", key="run-predicted", disabled=busy or bool(own.problem),
+            "Predict and store", icon=":material/query_stats:", key="run-predicted", disabled=busy or wrong,
             on_click=_start, args=(resources, [_own(found)], "Yours, predicted"), kwargs={"worlds": ("simulator",)},
             help="Runs the whole prediction in the background and stores its record",
         )  # fmt: skip
         if why:
             st.caption(f"Predictions only: {parts.plain(why)}.")
         elif mine is not None:
-            everything = f", all about {parts.duration(sum(known))}" if len(found) > 1 and known else ""
+            everything = f", all about {parts.duration(sum(times.values()))}" if len(found) > 1 else ""
             st.caption(f"Yours takes about {parts.duration(mine)} here{everything}, plus loading.")
 
 

@@ -338,7 +338,7 @@ def test_a_finished_run_is_compared_and_survives_the_server(browser, tmp_path: P
         t.settle()
         assert "measured" in t.text()
         link = t.page.url
-        t.page.get_by_role("button", name="Compare real and predicted").click()
+        t.page.get_by_role("button", name="Compare", exact=True).click()
         t.page.wait_for_url(re.compile("/compare"))
         t.settle()
         t.page.wait_for_selector(".js-plotly-plot .main-svg")
