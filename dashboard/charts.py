@@ -68,6 +68,11 @@ def log_ticks(axis: Sequence[float]) -> list[float]:
     return found
 
 
+def tick_text(ticks: Sequence[float]) -> list[str]:
+    """Labels of round tick values: no trailing zeros, thousands separated."""
+    return [f"{tick:,.6g}" for tick in ticks]
+
+
 def thin(
     x: Sequence[float], y: Sequence[float | None], limit: int = MAX_POINTS
 ) -> tuple[list[float], list[float | None]]:

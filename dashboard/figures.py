@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from twinfer.core.compare import MetricPair, compare
 from twinfer.core.records import RequestRecord, RunRecord
 from twinfer.dashboard import theme
-from twinfer.dashboard.charts import MAX_POINTS, Chart, escape, finish, log_ticks, short
+from twinfer.dashboard.charts import MAX_POINTS, Chart, escape, finish, log_ticks, short, tick_text
 from twinfer.dashboard.quantities import BY_KEY, Band, Quantity, improvement, number, percent, shown
 
 
@@ -262,9 +262,7 @@ def ratio_dots(pairs: Sequence[Pair]) -> Chart:
         pad = 0.04 * math.log10(high / low)
         axis = [math.log10(low) - pad, math.log10(high) + pad]
         ticks = log_ticks(axis)
-        figure.update_xaxes(
-            type="log", range=axis, tickvals=ticks, ticktext=[number(t) for t in ticks], title_text=title
-        )
+        figure.update_xaxes(type="log", range=axis, tickvals=ticks, ticktext=tick_text(ticks), title_text=title)
     else:
         pad = 0.06 * (high - low)
         figure.update_xaxes(range=[low - pad, high + pad], title_text=title, nticks=7)
@@ -336,7 +334,7 @@ def parity(measured: RunRecord, predicted: RunRecord) -> Chart:
             showlegend=factor >= 1, line={"color": theme.QUIET, "width": 1.5, "dash": dash},
         )  # fmt: skip
     ticks = log_ticks(axis)
-    common = {"type": "log", "range": axis, "tickvals": ticks, "ticktext": [number(t) for t in ticks]}
+    common = {"type": "log", "range": axis, "tickvals": ticks, "ticktext": tick_text(ticks)}
     figure.update_xaxes(title_text="measured (ms)", **common)
     figure.update_yaxes(title_text="predicted (ms)", **common)
     finish(figure, 420)

@@ -181,7 +181,7 @@ class JobManager:
             self._cancelled.setdefault(job, time.monotonic())
             self._signal(job, signal.SIGTERM)
 
-    def list(self, limit: int = 50) -> list[Job]:
+    def newest(self, limit: int = 50) -> list[Job]:
         """The newest jobs first."""
         try:
             names = sorted((p.name for p in self.folder.iterdir() if p.is_dir()), reverse=True)[:limit]
@@ -192,7 +192,7 @@ class JobManager:
     def results(self, world: str) -> dict[str, str]:
         """Scenario key -> id of the newest complete record of that world."""
         found: dict[str, str] = {}
-        for job in reversed(self.list(KEPT)):
+        for job in reversed(self.newest(KEPT)):
             for index, record in job.records.items():
                 task = job.tasks[index]
                 if task["world"] == world and task.get("key") and index not in job.partial:
@@ -200,7 +200,7 @@ class JobManager:
         return found
 
     def running(self) -> list[Job]:
-        return [job for job in self.list() if not job.over]
+        return [job for job in self.newest() if not job.over]
 
     def close(self) -> None:
         """Stop the workers of this server (their partial records are kept)."""

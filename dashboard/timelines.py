@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from twinfer.core.records import RunRecord, StepRecord
 from twinfer.dashboard import theme
-from twinfer.dashboard.charts import MAX_POINTS, Chart, finish, log_ticks, thin
+from twinfer.dashboard.charts import MAX_POINTS, Chart, finish, log_ticks, thin, tick_text
 from twinfer.dashboard.quantities import byte_scale, number, percent
 
 
@@ -43,13 +43,24 @@ def _named(measured: RunRecord | None, predicted: RunRecord | None) -> list[tupl
     return [(name, record) for name, record in pairs if record is not None and record.steps]
 
 
-def step_timeline(measured: RunRecord | None, predicted: RunRecord | None) -> Chart:
-    """Batch size, tokens and time of each step over the run, both worlds on one time axis."""
+def _by_step(
+    steps: Sequence[StepRecord], read: Callable[[StepRecord], float]
+) -> tuple[list[float], list[float | None]]:
+    """The value of each step, over its number in the run (0, 1, 2, ...)."""
+    return thin([float(i) for i in range(len(steps))], [read(step) for step in steps])
+
+
+def step_timeline(measured: RunRecord | None, predicted: RunRecord | None, *, by: str = "time") -> Chart:
+    """Batch size, tokens and time of each step, both worlds on one axis.
+
+    by: "time" since the first arrival, or "step": equal plans lie on each other whatever their steps took.
+    """
     lanes: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
         ("rows in the batch", lambda s: s.num_rows),
         ("tokens per step", lambda s: s.num_tokens),
         ("step time (ms)", lambda s: 1e3 * s.seconds),
     )
+    where = "step %{x:.0f}" if by == "step" else "%{x:.3~g} s"
     figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.06)
     table: list[dict[str, Any]] = []
     said = []
@@ -58,13 +69,16 @@ def step_timeline(measured: RunRecord | None, predicted: RunRecord | None) -> Ch
     for world, record in _named(measured, predicted):
         cut = cut or len(record.steps) > MAX_POINTS
         for row, (lane, read) in enumerate(lanes, start=1):
-            x, y = _held(record.steps, read, idle=0 if row < 3 else None)
+            if by == "step":
+                x, y = _by_step(record.steps, read)
+            else:
+                x, y = _held(record.steps, read, idle=0 if row < 3 else None)
             if row == 3:
                 step_times += [v for v in y if v]
             figure.add_scatter(
                 x=x, y=y, row=row, col=1, name=world, legendgroup=world, showlegend=row == 1, mode="lines",
                 line={**_STYLE[world], "shape": "hv", "width": 2 if row < 3 else 1.5},
-                hovertemplate=f"{world}, %{{x:.3~g}} s<br>{lane} %{{y:.3~g}}<extra></extra>",
+                hovertemplate=f"{world}, {where}<br>{lane} %{{y:.3~g}}<extra></extra>",
             )  # fmt: skip
         times = sorted(1e3 * s.seconds for s in record.steps)
         end = record.steps[-1].start + record.steps[-1].seconds
@@ -84,13 +98,14 @@ def step_timeline(measured: RunRecord | None, predicted: RunRecord | None) -> Ch
             pad = 0.05 * math.log10(high / low)
             axis = [math.log10(low) - pad, math.log10(high) + pad]
             ticks = log_ticks(axis)
-            figure.update_yaxes(
-                type="log", range=axis, tickvals=ticks, ticktext=[number(t) for t in ticks], row=3, col=1
-            )
-    figure.update_xaxes(title_text="time since the first arrival (s)", row=3, col=1)
+            figure.update_yaxes(type="log", range=axis, tickvals=ticks, ticktext=tick_text(ticks), row=3, col=1)
+    title = "step (number in the run)" if by == "step" else "time since the first arrival (s)"
+    figure.update_xaxes(title_text=title, row=3, col=1)
     finish(figure, 540)
     note = f" Thinned to about {MAX_POINTS} points a line; extremes kept." if cut else ""
-    return Chart(figure, "Steps over time. " + "; ".join(said) + "." + note, table)
+    return Chart(
+        figure, ("Steps by number. " if by == "step" else "Steps over time. ") + "; ".join(said) + "." + note, table
+    )
 
 
 def memory_timeline(measured: RunRecord | None, predicted: RunRecord | None) -> Chart:

@@ -142,9 +142,24 @@ def _compare(resources: Resources, real: RunSummary | None, predicted: RunSummar
     if measured_record is None and predicted_record is None:
         return
     st.subheader("Step by step", anchor=False)
-    parts.show(timelines.step_timeline(measured_record, predicted_record), "steps")
+    by = _axis()
+    parts.show(timelines.step_timeline(measured_record, predicted_record, by=by), f"steps-{by}")
     st.subheader("KV memory", anchor=False)
     parts.show(timelines.memory_timeline(measured_record, predicted_record), "memory")
+
+
+def _axis() -> str:
+    """Time or step number, kept in the link."""
+    st.session_state.w_axis = "step" if session.view("axis") == "step" else "time"
+
+    def changed() -> None:
+        session.show(axis="step" if st.session_state.w_axis == "step" else None)
+
+    st.segmented_control(
+        "Horizontal axis", ("time", "step"), key="w_axis", on_change=changed, required=True,
+        format_func=lambda name: "by time" if name == "time" else "by step number", label_visibility="collapsed",
+    )  # fmt: skip
+    return "step" if session.view("axis") == "step" else "time"
 
 
 def _load(resources: Resources, summary: RunSummary | None) -> RunRecord | None:

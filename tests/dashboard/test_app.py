@@ -330,7 +330,7 @@ def test_the_latest_pair_is_compared(page, stored):
     }
     assert "Mean absolute error **4.0 %** over 4 headline metrics" in texts(at)
     assert "5 of 5 measured values lie inside their 80 % band" in texts(at)
-    for key in ("errors", "parity", "ops", "steps", "memory"):
+    for key in ("errors", "parity", "ops", "steps-time", "memory"):
         assert spec(at, key)["data"], key
         assert len(at.get_by_key(f"chart-{key}").proto.alt) > 40
     assert len(at.get("table")) == 5  # one under each chart
@@ -360,6 +360,13 @@ def test_a_link_to_a_run_that_is_gone(page, stored):
     assert any("not stored here" in w.value for w in at.warning) and at.metric
 
 
+def test_steps_by_number(page, stored):
+    at = page("compare", axis="step")
+    chart = spec(at, "steps-step")
+    assert chart["layout"]["xaxis3"]["title"]["text"] == "step (number in the run)"
+    assert shown_url(at)["axis"] == "step"
+
+
 def test_unlike_settings_are_listed(page, tmp_path, record):
     store = RunStore(tmp_path)
     store.save(record("engine", rows=4))
@@ -382,14 +389,14 @@ def test_only_a_measurement_offers_to_predict_it(page, tmp_path, record):
     RunStore(tmp_path).save(record("engine"))
     at = page("compare")
     assert at.button(key="predict-this") and not at.metric
-    assert spec(at, "steps")["data"]
+    assert spec(at, "steps-time")["data"]
 
 
 def test_only_a_prediction_says_what_is_missing(page, tmp_path, record):
     RunStore(tmp_path).save(record("simulator"))
     at = page("compare")
     assert "No measured run is stored" in texts(at)
-    names = {trace["name"] for trace in spec(at, "steps")["data"]}
+    names = {trace["name"] for trace in spec(at, "steps-time")["data"]}
     assert names == {"predicted"}
 
 

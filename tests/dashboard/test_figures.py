@@ -192,6 +192,14 @@ def test_step_timeline_has_three_lanes_on_one_axis(pair):
     assert figure.data[0].line.dash != figure.data[3].line.dash
 
 
+def test_step_timeline_by_number_lays_equal_plans_on_each_other(pair):
+    figure = timelines.step_timeline(*pair, by="step").figure
+    real, predicted = figure.data[0], figure.data[3]
+    assert list(real.x) == list(predicted.x) == [float(i) for i in range(48)]
+    assert list(figure.data[1].y) == list(figure.data[4].y)
+    assert figure.layout.xaxis3.title.text == "step (number in the run)"
+
+
 def test_idle_time_between_steps_is_drawn_as_idle(record):
     run = record("engine", num_requests=1, output=2)
     run.steps = [

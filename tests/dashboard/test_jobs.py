@@ -219,3 +219,15 @@ def test_a_real_run_of_a_tiny_model(jobs: JobManager, tmp_path: Path, tiny_llama
     assert (real.world, predicted.world) == ("engine", "simulator")
     assert real.metrics["output_tokens"] == predicted.metrics["output_tokens"] == 32
     assert {r.request_id for r in real.requests} == {r.request_id for r in predicted.requests}
+
+
+def test_a_real_run_is_cancelled_and_its_part_is_kept(jobs: JobManager, tmp_path: Path, tiny_llama_dir: Path):
+    scenario = CHEAP.edited(model=str(tiny_llama_dir), max_model_len=128, num_requests=5000, output_len=32)
+    ident = jobs.start([task_of(scenario, "engine", "long")], "long")
+    job = until(jobs, ident, lambda j: j.done > 3, 120)
+    assert job.state == "running" and job.total == 5000 and job.info["phase"] == "run"
+    jobs.cancel(ident)
+    ended = until(jobs, ident, over, GRACE + 20)
+    assert ended.state == "cancelled"
+    record = RunStore(tmp_path).load(ended.records[0])
+    assert record.world == "engine" and not record.complete and 0 < record.metrics["num_completed"] < 5000
