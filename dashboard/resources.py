@@ -2,7 +2,8 @@
 
 Invariants
 * A prediction made here is `simulator.run.simulate`, the same function the command line calls.
-* It runs in the page's script, so it has a deadline; a cut prediction says so and is never shown as whole.
+* It runs in the page's script, so large workloads are sampled and there is a deadline; a sampled or cut
+  prediction says so and is never shown as whole.
 * Results are kept by scenario key in a bounded cache.
 """
 
@@ -26,8 +27,10 @@ from twinfer.core.run_store import RunStore
 from twinfer.dashboard.jobs import JobManager, Task
 from twinfer.dashboard.scenario import Scenario
 
-DEADLINE = 1.5  # seconds one quick prediction may take
-PATIENCE = 3.0  # seconds a page may spend on quick predictions before it shows what it has
+SAMPLE = 40_000  # output tokens a quick prediction simulates; of larger workloads it takes the first requests
+SAMPLE_SPREAD = 12_000  # the same when arrivals are spread over time: bands then take two more simulations
+DEADLINE = 3.0  # seconds one quick prediction may take
+PATIENCE = 4.0  # seconds a page may spend on quick predictions before it shows what it has
 KEPT = 200
 
 
@@ -35,11 +38,13 @@ KEPT = 200
 class Prediction:
     """A quick prediction: a record, or the reason why there is none.
 
-    partial: cut at the deadline, or not begun because the page's time was up (then there is no record).
+    sample: it covers only the first so many requests.  partial: cut at the deadline, or not begun because the
+    page's time was up (then there is no record).
     """
 
     record: RunRecord | None = None
     problem: str = ""
+    sample: int | None = None
     partial: bool = False
     seconds: float = 0.0
 
@@ -108,8 +113,10 @@ class Resources:
         try:
             from twinfer.simulator.run import simulate
 
+            sample = sample_size(scenario)
+            workload = (scenario if sample is None else scenario.edited(num_requests=sample)).workload()
             record = simulate(
-                scenario.config(), scenario.workload(), registry=self.registry,
+                scenario.config(), workload, registry=self.registry,
                 should_stop=lambda: time.monotonic() - began > DEADLINE,
             )  # fmt: skip
         except Exception as error:  # shown on the page; the page and its other numbers stay
@@ -120,7 +127,7 @@ class Resources:
         refused = next((r.detail for r in record.requests if r.reason in ("rejected", "capacity", "error")), "")
         if refused and not done:
             return Prediction(problem=f"no request can be served: {refused}", seconds=time.monotonic() - began)
-        return Prediction(record=record, partial=not record.complete, seconds=time.monotonic() - began)
+        return Prediction(record=record, sample=sample, partial=not record.complete, seconds=time.monotonic() - began)
 
     def load(self, run: str) -> RunRecord:
         """A stored record; read again only when its file changed. Raises TwinferError."""
@@ -151,6 +158,16 @@ class Resources:
         if scenario.device != "auto":
             return f"the device is {scenario.device}; choose this machine to measure"
         return ""
+
+
+def sample_size(scenario: Scenario) -> int | None:
+    """How many requests a quick prediction takes of a workload that is too large for it; None for all.
+
+    At least four full batches: with fewer, filling and emptying the batch would count for too much.
+    """
+    room = (SAMPLE_SPREAD if scenario.rate else SAMPLE) // scenario.output_len
+    wanted = max(room, 4 * scenario.max_num_seqs)
+    return wanted if wanted < scenario.num_requests else None
 
 
 def task_of(scenario: Scenario, world: str, label: str) -> Task:

@@ -149,18 +149,30 @@ def _results(resources: Resources) -> None:
     if mine.problem:
         st.error(parts.plain(mine.problem))
         st.caption(
-            "Nothing is predicted for this scenario until that is changed. Back in the browser undoes the last edit."
+            "Nothing can be predicted for this scenario until that is changed. Back in the browser undoes the last edit."
         )
-    _cards(mine, measured.get(yours), base, measured.get(base_key), same=yours == base_key)
+    else:
+        _cards(mine, measured.get(yours), base, measured.get(base_key), same=yours == base_key)
+        _caveats(mine)
+    _charts(found, predictions, measured)
+    _chosen(mine)
+    if job is not None and job.over:
+        _stale(resources, job, {c.scenario.key() for c in found})
+
+
+def _caveats(mine: Prediction) -> None:
+    """What keeps the estimate from being the whole answer."""
     if mine.partial:
         st.warning(
             "This workload is too large for an estimate at once: the numbers cover the requests that were finished "
             f"after {mine.seconds:.0f} s. “Predict and store” computes all of it in the background."
         )
-    _charts(found, predictions, measured)
-    _chosen(mine)
-    if job is not None and job.over:
-        _stale(resources, job, {c.scenario.key() for c in found})
+    elif mine.sample is not None:
+        st.info(
+            f"Quick estimate from the first {mine.sample:,} of {session.scenario().num_requests:,} requests. "
+            "“Predict and store” computes all of it in the background.",
+            icon=":material/filter_list:",
+        )
 
 
 def _measured(resources: Resources) -> dict[str, Mapping[str, Any]]:
@@ -215,7 +227,8 @@ def _times(
     times = {}
     for combination in found:
         key, prediction = combination.scenario.key(), predictions[combination.label]
-        guess = None if prediction.record is None or prediction.partial else prediction.record.metrics.get("duration")
+        cut = prediction.record is None or prediction.partial or prediction.sample is not None
+        guess = None if cut or prediction.record is None else prediction.record.metrics.get("duration")
         time = measured.get(key, {}).get("duration") or guess
         if time is not None:
             times[key] = float(time)
@@ -306,9 +319,21 @@ def _charts(
                 note="cannot run" if prediction.problem else "not estimated" if prediction.partial else "",
             )
         )
+    own = next(
+        (
+            p.problem
+            for c, p in zip(found, predictions.values(), strict=True)
+            if c.scenario.key() == session.scenario().key()
+        ),
+        "",
+    )
     for combination in found:
-        if predictions[combination.label].problem and combination.scenario.key() != session.scenario().key():
-            st.caption(f"{parts.plain(combination.label)}: {parts.plain(predictions[combination.label].problem)}")
+        problem = predictions[combination.label].problem
+        if problem and problem != own:
+            st.caption(f"{parts.plain(combination.label)}: {parts.plain(problem)}")
+    if all(bar.predicted is None and bar.measured is None for bar in bars):
+        st.info("There is nothing to draw yet: no combination has an estimate or a measurement.")
+        return
     parts.show(figures.technique_bars(bars, quantity), "techniques")
     if len(bars) < 2:
         st.info("Yours equals the baseline. Choose another scheduler, KV cache or limit to see what it changes.")

@@ -201,8 +201,18 @@ def test_a_prediction_cut_at_the_deadline_says_so(page, monkeypatch):
     monkeypatch.setattr(resources, "DEADLINE", 0.0)
     at = page(**SMALL)
     assert any("too large for an estimate at once" in w.value for w in at.warning)
-    assert "predicted" not in [t["name"] for t in spec(at, "techniques")["data"]]  # never drawn as whole
-    assert "not estimated" in str(spec(at, "techniques")["layout"]["annotations"])
+    assert "nothing to draw yet" in texts(at)  # never drawn as whole
+    assert not any(e.key == "chart-techniques" for e in at.get("plotly_chart"))
+
+
+def test_a_large_workload_is_sampled_and_says_so(page, monkeypatch):
+    from twinfer.dashboard import resources
+
+    monkeypatch.setattr(resources, "SAMPLE", 64)
+    at = page(**{**SMALL, "num_requests": "9", "max_num_seqs": "2"})
+    assert any("first 8 of 9 requests" in i.value for i in at.info)
+    assert any(c.isdigit() for c in values(at)["Throughput"])
+    assert "Yours takes" not in texts(at)  # the time of a sample is not the time of the run
 
 
 def test_the_page_does_not_wait_for_ever_for_estimates(page, monkeypatch):
