@@ -33,7 +33,8 @@ from twinfer.core.work import Op, visible_pairs
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
 
-_FALLBACK = {"float16": "bfloat16", "bfloat16": "float16", "fp8_e5m2": "fp8", "fp8": "int8"}
+# Hardware without FP8 or INT8 units widens the operands and computes in 16 bit.
+_FALLBACK = {"float16": "bfloat16", "bfloat16": "float16", "fp8_e5m2": "fp8", "fp8": "bfloat16", "int8": "bfloat16"}
 
 
 class GemmCurve(BaseModel):
