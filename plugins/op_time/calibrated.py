@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 ATTENTION_TERMS = (
     "call", "mixed", "prefill_row", "prefill_token", "prefill_pair", "prefill_square", "prefill_key",
-    "decode_call", "decode_row", "decode_key",
+    "lone_call", "lone_key", "decode_call", "decode_row", "decode_key", "decode_far_key",
 )  # fmt: skip
+_NEAR_KEYS = 4000.0  # scaled keys (7000 of SmolLM2-135M, 21 MB in float32) that stay in a core's caches
 HOST_TERMS = ("step", "row", "token", "logit")
 
 
@@ -183,7 +184,8 @@ class Tables:
 def attention_features(op: Op) -> dict[str, float]:
     """What one attention launch does, by `ATTENTION_TERMS`.
 
-    Decode rows feed one token; `mixed` is 1 when there is more than one part to put together (each
+    Decode rows feed one token; a lone one is read in place, several are gathered first, and many keys do
+    not stay in the caches between gathering and use (`decode_far_key`). `mixed` is 1 when there is more than one part to put together (each
     prefill row is a part, all decode rows are one). Pairs, squares (queries times keys, masked pairs included) and keys are
     scaled by heads * head size in 1000s, so that a fit of one model serves another.
     """
@@ -191,6 +193,8 @@ def attention_features(op: Op) -> dict[str, float]:
     width = op.flops / pairs / 4000 if pairs else 0.0  # 4 FLOPs per pair, head and dimension
     prefill = [r for r in op.rows if r.queries > 1]
     decode = [r.keys for r in op.rows if r.queries == 1]
+    lone = len(decode) == 1
+    keys = width * sum(decode)
     return {
         "call": 1.0,
         "mixed": float(len(prefill) + bool(decode) > 1),
@@ -199,9 +203,12 @@ def attention_features(op: Op) -> dict[str, float]:
         "prefill_pair": width * sum(visible_pairs(r.queries, r.keys) for r in prefill),
         "prefill_square": width * sum(r.queries * r.keys for r in prefill),
         "prefill_key": width * sum(r.keys for r in prefill),
-        "decode_call": float(bool(decode)),
-        "decode_row": float(len(decode)),
-        "decode_key": width * sum(decode),
+        "lone_call": float(lone),
+        "lone_key": keys if lone else 0.0,
+        "decode_call": float(len(decode) > 1),
+        "decode_row": 0.0 if lone else float(len(decode)),
+        "decode_key": 0.0 if lone else keys,
+        "decode_far_key": 0.0 if lone else max(0.0, keys - _NEAR_KEYS),
     }
 
 
