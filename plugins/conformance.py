@@ -184,14 +184,14 @@ class Player:
     def _answers(self) -> list[tuple[Any, ...]]:
         core, scheduler = self.core, self.scheduler
         found: list[tuple[Any, ...]] = []
-        for want in scheduler.propose(core.view(self.now)):
+        for want in scheduler.propose(core.view(self.now, lambda: False)):
             require(
                 isinstance(want, (Want, Defer)),
                 f"{self.where}: propose yielded {want!r}; yield Want(sequence, num_tokens) or Defer(until)",
             )
             found.append(("defer", want.until) if isinstance(want, Defer) else (want.seq.id, *want[1:]))
         for seq in core.running:
-            chosen = [v.id for v in scheduler.victims(core.view(self.now), Shortage(seq, 1))]
+            chosen = [v.id for v in scheduler.victims(core.view(self.now, lambda: False), Shortage(seq, 1))]
             running = {s.id for s in core.running}
             require(set(chosen) <= running, f"{self.where}: victims {chosen} include one that does not run")
             found.append(("victims", seq.id, *chosen))

@@ -6,9 +6,10 @@ code as for the paged cache, and the waste can be seen.
 
 from __future__ import annotations
 
+from twinfer.core import technique
 from twinfer.core.idle import LRU
 from twinfer.core.policy import IdleOrder, Limits
-from twinfer.core.technique import Options, Technique
+from twinfer.core.technique import Technique
 
 
 class Contiguous(Technique):
@@ -16,7 +17,7 @@ class Contiguous(Technique):
     summary = "Pre-allocates max_model_len tokens per sequence; no sharing"
     reference = "the reservation PagedAttention measures against (arXiv:2309.06180, section 3)"
 
-    class Options(Options):
+    class Options(technique.Options):
         pass
 
     shares_prefixes = False

@@ -7,9 +7,11 @@ sequence B  [ b7 ][ b2 ][ b4 .. ]        tables; idle cached blocks wait in LRU 
 from __future__ import annotations
 
 from pydantic import Field
+
+from twinfer.core import technique
 from twinfer.core.idle import LRU
 from twinfer.core.policy import IdleOrder, Limits
-from twinfer.core.technique import Options, Technique
+from twinfer.core.technique import Technique
 
 
 class Paged(Technique):
@@ -17,7 +19,7 @@ class Paged(Technique):
     summary = "Block table per sequence, prefix sharing, copy-on-write, LRU of idle cached blocks"
     reference = "PagedAttention / vLLM (SOSP'23, arXiv:2309.06180)"
 
-    class Options(Options):
+    class Options(technique.Options):
         block_size: int = Field(16, ge=1, le=1024, description="tokens per block")
         prefix_sharing: bool = Field(True, description="reuse committed blocks of equal prefixes")
         headroom: float = Field(0.01, ge=0, lt=1, description="share of blocks admission leaves free for growth")

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from twinfer.core import technique
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
-from twinfer.core.technique import Options, Technique
+from twinfer.core.technique import Technique
 from twinfer.core.work import Op, visible_pairs
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Roofline(Technique):
     summary = "analytic op times from the device's peaks and efficiency curves"
     reference = "Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009"
 
-    class Options(Options):
+    class Options(technique.Options):
         """unknown_sigma: relative error assumed for devices without efficiency curves."""
 
         unknown_sigma: float = Field(default=0.5, ge=0, le=1)

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
+
+from twinfer.core import technique
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence
-from twinfer.core.technique import Options, Technique
+from twinfer.core.technique import Technique
 
 
 class Continuous(Technique):
@@ -21,7 +23,7 @@ class Continuous(Technique):
     summary = "Iteration-level batching, chunked prefill mixed with decode, preemption by recompute"
     reference = "Orca (OSDI'22); chunked prefill: Sarathi-Serve (OSDI'24, arXiv:2403.02310)"
 
-    class Options(Options):
+    class Options(technique.Options):
         chunked_prefill: bool = Field(True, description="cut prompts to the token budget; off feeds them whole")
         chunk_size: int | None = Field(
             None, ge=1, description="most prompt tokens of one request per step; None: what the budget leaves"

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pydantic import Field
+
+from twinfer.core import technique
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence
-from twinfer.core.technique import Options, Technique
+from twinfer.core.technique import Technique
 
 
 class Static(Technique):
@@ -20,7 +22,7 @@ class Static(Technique):
     summary = "Waits for the whole batch: no request joins before the last one of the batch has ended"
     reference = "request-level batching as described in Orca (OSDI'22), section 2"
 
-    class Options(Options):
+    class Options(technique.Options):
         batch_size: int = Field(16, ge=1, description="most sequences in a batch")
         max_wait_s: float = Field(0.0, ge=0, description="wait this long after the first arrival for a full batch")
 
