@@ -184,6 +184,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
+        "openmp_spin": os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY", ""),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
