@@ -94,3 +94,35 @@ def test_it_runs_for_real(twinfer: Callable[..., Any], tiny_llama_dir: Path) -> 
                      "--output-len", "6", "--num-kv-blocks", "64", "--no-save", "--json")  # fmt: skip
     assert record["world"] == "engine" and record["complete"] and record["metrics"]["num_completed"] == 6
     assert record["config"]["scheduler"] == {"name": NAME, "options": {"aging_tokens_per_s": 5}}
+
+
+DASHBOARD = """
+import json, sys
+from streamlit.testing.v1 import AppTest
+
+app = "from twinfer.dashboard.app import main; main(['--runs-dir', {!r}], first='techniques')"
+at = AppTest.from_string(app.format(sys.argv[1]), default_timeout=60)
+for key, value in {"num_requests": "4", "output_len": "8", "input_len": "16"}.items():
+    at.query_params[key] = value
+at.run()
+[choice] = [box for box in at.selectbox if box.label == "Scheduler"]
+offered = list(choice.options)
+choice.set_value(sys.argv[2]).run()
+assert not at.exception, at.exception
+numbers = {box.label: box.value for box in at.number_input}
+print(json.dumps({"offered": offered, "numbers": numbers, "url": dict(at.query_params),
+                  "metrics": {m.label: m.value for m in at.metric}}))
+"""
+
+
+def test_it_is_selectable_in_the_dashboard_with_its_option(installed: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(installed), "XDG_DATA_HOME": str(tmp_path / "data")}
+    command = [sys.executable, "-c", DASHBOARD, str(tmp_path / "runs"), NAME]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = json.loads(done.stdout.splitlines()[-1])
+    assert NAME in page["offered"]
+    [option] = [label for label in page["numbers"] if "aging" in label.lower()]
+    assert page["numbers"][option] == 100.0
+    assert NAME in str(page["url"])  # it is part of the scenario's link
+    assert any(c.isdigit() for c in page["metrics"]["Throughput"])  # and it is predicted at once
