@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from twinfer.core.errors import PluginError, ProtocolError
@@ -40,37 +40,13 @@ from twinfer.core.events import (
     TransferDone,
     TransferFailed,
 )
+from twinfer.core.intake import Queue, WaitingEntry, why_refused
 from twinfer.core.ledger import Ledger
 from twinfer.core.plan import PlanStats, Row, RowResult, StepPlan, StepResult
 from twinfer.core.planner import Planner
 from twinfer.core.policy import KVCache, Limits, Scheduler, View
 from twinfer.core.request import Request, Sequence, Status
 from twinfer.core.seeds import sequence_seed
-
-WaitingEntry = tuple[tuple[object, ...], int, Sequence]
-
-
-class Queue:
-    """The waiting sequences in order, as a scheduler sees them: read-only and lazy.
-
-    Iteration ends when `closed()` says that nothing more is admitted in this step: a long queue costs
-    nothing then.
-    """
-
-    __slots__ = ("_closed", "_entries")
-
-    def __init__(self, entries: list[WaitingEntry], closed: Callable[[], bool]) -> None:
-        self._entries = entries
-        self._closed = closed
-
-    def __iter__(self) -> Iterator[Sequence]:
-        for entry in self._entries:
-            if self._closed():
-                return
-            yield entry[2]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class Core:
@@ -168,7 +144,7 @@ class Core:
     # --- events ---------------------------------------------------------------------------------
 
     def _submit(self, request: Request) -> None:
-        why = self._refusal(request)
+        why = why_refused(self, request)
         if why:
             self._outputs.append(Rejected(request.id, why))
             return
@@ -190,31 +166,6 @@ class Core:
                 self.preempted.append(seq.id)
             self.enqueue(seq)
         self.requests[request.id] = samples
-
-    def _refusal(self, request: Request) -> str:
-        length = len(request.prompt)
-        limits = self.limits
-        if request.id in self.requests or request.id in self.sequences or request.id in self.late:
-            return f"request id {request.id!r} is already in use; give each request its own id"
-        for index in range(1, request.params.n):
-            if f"{request.id}/{index}" in self.sequences or f"{request.id}/{index}" in self.late:
-                return f"request id {request.id!r} clashes with a sample of another request; choose another id"
-        if length == 0:
-            return "the prompt is empty; give at least one token"
-        if length + 1 > limits.max_model_len:
-            return (
-                f"the prompt has {length} tokens and needs room for one more, but max_model_len is "
-                f"{limits.max_model_len}; shorten the prompt or raise max_model_len"
-            )
-        # The last token of a request is never stored, so one that asks for a single token needs no more room.
-        limit = min(length + request.params.max_tokens, limits.max_model_len)
-        need = self.ledger.blocks_for(min(length + 1, limit - 1))
-        if need > limits.num_blocks:
-            return (
-                f"the prompt of {length} tokens needs {need} KV blocks of {self.ledger.block_size} tokens, but the "
-                f"pool has {limits.num_blocks}; raise num_kv_blocks (or KV memory) or shorten the prompt"
-            )
-        return ""
 
     def _step_done(self, step: int, result: StepResult) -> None:
         if step not in self.outstanding:
