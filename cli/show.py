@@ -50,7 +50,11 @@ def print_table(table: Table) -> None:
 
     console = Console()
     # a pipe has no width: let the widest row decide instead of cutting words
-    Console(width=None if console.is_terminal else 160).print(table)
+    console = console if console.is_terminal else Console(width=160)
+    if table.title:  # not above the table, where rich wraps it to the table's width
+        console.print(table.title, style="bold", highlight=False)
+        table.title = None
+    console.print(table)
 
 
 def note(text: str) -> None:
@@ -108,6 +112,11 @@ def metric(name: str, value: float | None) -> str:
     return number(value)
 
 
+def between(name: str, band: tuple[float, float] | None) -> str:
+    """A prediction's band; empty where it has none or no width."""
+    return f"{metric(name, band[0])} to {metric(name, band[1])}" if band and band[0] != band[1] else ""
+
+
 def title(name: str) -> str:
     head, _, statistic = name.partition(".")
     return f"{_TITLES.get(head, head.replace('_', ' '))} {statistic}".strip()
@@ -120,7 +129,7 @@ def new_table(caption: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=caption, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=caption, box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for position, column in enumerate(columns):
         table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0)
     return table
@@ -131,14 +140,16 @@ def record_tables(record: RunRecord) -> list[Table]:
     what = "predicted" if record.world == "simulator" else "measured"
     config, metrics = record.config, record.metrics
     techniques = " + ".join(str(config.get(k, {}).get("name")) for k in ("scheduler", "kv_cache") if config.get(k))
-    numbers = new_table(f"{config.get('model')} on {config.get('device')}, {techniques}: {what}", "", "", "80 % band")
+    device = record.environment.get("device") or config.get("device")
+    banded = bool(record.intervals)  # a measurement has none
+    caption = f"{config.get('model')} on {device}, {techniques}: {what}"
+    numbers = new_table(caption, "", "", *(["80 % band"] if banded else []))
     for name in ("output_throughput", "total_throughput", "request_throughput", "duration", "peak_kv_bytes",
                  "kv_waste", "num_preemptions", "prefix_cache_hit_rate"):  # fmt: skip
-        band = record.intervals.get(name)
-        between = f"{metric(name, band[0])} to {metric(name, band[1])}" if band and band[0] != band[1] else ""
-        numbers.add_row(title(name), metric(name, metrics.get(name)), between)
+        row = [title(name), metric(name, metrics.get(name)), between(name, record.intervals.get(name))]
+        numbers.add_row(*row[: 3 if banded else 2])
     done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"
-    numbers.add_row("completed", done, "" if record.complete else "stopped early")
+    numbers.add_row("completed", done if record.complete else f"{done}, stopped early")
     latencies = new_table("", "", *_STATISTICS)
     for name in _LATENCIES:
         values = metrics.get(name)
@@ -156,13 +167,12 @@ def comparison_table(comparison: Comparison, names: Sequence[str] | None = None)
     for pair in comparison.pairs:
         if pair.name.partition(".")[0] not in HEADLINE or (names is not None and pair.name not in names):
             continue
-        band = pair.interval
         table.add_row(
             title(pair.name),
             metric(pair.name, pair.real),
             metric(pair.name, pair.predicted),
             "" if pair.error is None else percent(pair.error, signed=True),
-            "" if band is None else f"{metric(pair.name, band[0])} to {metric(pair.name, band[1])}",
+            between(pair.name, pair.interval),
         )
     return table
 

@@ -15,13 +15,14 @@ class TwinferError(Exception):
 class ConfigError(TwinferError):
     """An option has a value that cannot work.
 
-    `option` is the name as the user typed it (`--rate`, `max_num_seqs`), `value` what was given,
+    `option` is the name as the user typed it (`--rate`, `max_num_seqs`), `value` what was given (None: nothing),
     `fix` what would work.
     """
 
     def __init__(self, option: str, value: object, problem: str, fix: str) -> None:
         self.option, self.value, self.problem, self.fix = option, value, problem, fix
-        super().__init__(f"{option}={value!r}: {problem}; {fix}")
+        given = "" if value is None else f"={value!r}"
+        super().__init__(f"{option}{given}: {problem}; {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.option, self.value, self.problem, self.fix))

@@ -91,7 +91,7 @@ class Registry:
         except Exception as error:
             raise PluginError(
                 f"-p {module_name}: cannot be imported ({type(error).__name__}: {_one_line(error)}); "
-                "install it or give the name of an importable module"
+                "run from its folder, install it, or give --plugins-dir FOLDER"
             ) from error
         self._load(module, module_name, getattr(module, "__version__", ""), f"module {module_name}")
 

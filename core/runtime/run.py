@@ -30,6 +30,7 @@ from twinfer.core.workload import Workload, generate
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 ShouldStop = Callable[[], bool]
+OnAnswer = Callable[[str, str], None]
 
 PROGRESS_EVERY_S = 0.1
 NAP_S = 0.05  # longest sleep without asking `should_stop`
@@ -42,11 +43,13 @@ def run_engine(
     registry: Registry | None = None,
     on_progress: OnProgress | None = None,
     should_stop: ShouldStop | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> RunRecord:
     """Serve `workload` for real on an engine set up by `config`.
 
     on_progress(done requests, all requests, info) is called at most ten times a second while the run goes on, with
     `info["phase"]` "load", "warm up" or "run".  should_stop() is asked before each step and while waiting.
+    on_answer(prompt, text) is called for each request after the run, in the order of arrival.
     Raises ConfigError, ModelError or RequestError for what cannot be run; nothing has run then.
     """
     registry = registry or default_registry()
@@ -66,7 +69,7 @@ def run_engine(
     try:
         tell(0, len(requests), {"phase": "warm up"})
         warm_up(engine, requests)
-        return serve(engine, requests, workload, tell, should_stop)
+        return serve(engine, requests, workload, tell, should_stop, on_answer)
     finally:
         engine.close()
 
@@ -98,6 +101,7 @@ def serve(
     workload: Workload,
     on_progress: OnProgress,
     should_stop: ShouldStop | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> RunRecord:
     """Drive `requests` (sorted by arrival, in s from now) through a loaded engine and record the run."""
     setup, clock = engine.setup, time.perf_counter
@@ -110,12 +114,15 @@ def serve(
     inbox = _Arrivals([replace(r, arrival=start + r.arrival) for r in requests], clock, should_stop)
     total, done, tokens, told = len(requests), 0, 0, 0.0
     open_samples = {r.id: r.params.n for r in requests}
+    answers: dict[str, list[int]] = {r.id: [] for r in requests}  # of the first sample
 
     def emit(outputs: Sequence[Output], now: float) -> None:
         nonlocal done, tokens, told
         for output in outputs:
             if isinstance(output, TokenDelta):
                 tokens += len(output.tokens)
+                if on_answer is not None and output.index == 0:
+                    answers[output.request_id] += output.tokens
             elif isinstance(output, Rejected):
                 done += 1
             elif isinstance(output, Finished):
@@ -131,11 +138,15 @@ def serve(
                 },
             )  # fmt: skip
 
+    complete = True
     try:
         drive(core, engine.executor, inbox, clock, emit, recorder, engine.observers)
     except _Stopped:
-        return recorder.finish(complete=False)
-    return recorder.finish()
+        complete = False
+    if on_answer is not None:
+        for request in requests:
+            on_answer(engine.tokenizer.decode(request.prompt), engine.tokenizer.decode(answers[request.id]))
+    return recorder.finish(complete=complete)
 
 
 class _Stopped(Exception):

@@ -99,6 +99,16 @@ def test_plans_equal_the_simulators(tiny_llama_dir: Path) -> None:
             assert real.metrics[metric] == predicted.metrics[metric], metric
 
 
+def test_answers_are_told_in_the_order_of_arrival(tiny_llama_dir: Path) -> None:
+    answers: list[tuple[str, str]] = []
+    run_engine(
+        config(tiny_llama_dir, max_model_len=40), Workload(prompts=("short", "x" * 60), output_len=4),
+        on_answer=lambda prompt, text: answers.append((prompt, text)),
+    )  # fmt: skip
+    assert [prompt for prompt, _ in answers] == ["short", "x" * 60]
+    assert answers[0][1] and not answers[1][1]  # the second one is rejected
+
+
 def test_progress_is_told_and_ends_at_the_total(tiny_llama_dir: Path) -> None:
     seen: list[tuple[int, int, dict[str, Any]]] = []
     run_engine(config(tiny_llama_dir), workload(), on_progress=lambda *args: seen.append(args))
