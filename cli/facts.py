@@ -10,6 +10,8 @@ from twinfer.cli import show
 from twinfer.cli.session import Session
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from twinfer.core.device import DeviceSpec
     from twinfer.core.spec import ModelSpec
     from twinfer.simulator.calibrate import Calibrated
@@ -49,9 +51,7 @@ def models(
         show.print_json(rows[0] if model else rows)
         return
     if model:
-        table = show.new_table(rows[0]["name"], "", "")
-        for key, value in rows[0].items():
-            table.add_row(key.replace("_", " "), str(value))
+        table = facts_table(rows[0])
     else:
         table = show.new_table(
             "", "name", "parameters", "layers", "attention", "context", "KV per token", "weights here"
@@ -109,15 +109,13 @@ def devices(
         show.print_json(rows[0] if device else rows)
         return
     if device:
-        table = show.new_table(rows[0]["name"], "", "")
-        for key, value in rows[0].items():
-            table.add_row(key.replace("_", " "), str(value))
+        table = facts_table(rows[0])
     else:
         table = show.new_table("", "name", "kind", "memory", "bandwidth", "bf16", "ridge", "US$/h", "calibrated")
         for spec, row in zip(found, rows, strict=True):
             peak = spec.peak_flops.get("bfloat16")
             table.add_row(
-                spec.name, spec.kind, show.size(spec.memory_bytes), f"{spec.memory_bandwidth / 1e9:,.0f} GB/s",
+                spec.name, spec.kind, show.size(spec.usable_bytes), f"{spec.memory_bandwidth / 1e9:,.0f} GB/s",
                 "" if peak is None else f"{show.number(peak / 1e12)} TFLOP/s",
                 "" if peak is None else f"{spec.ridge():.0f} FLOP/B",
                 "" if spec.price_per_hour is None else f"{spec.price_per_hour:.2f}",
@@ -131,6 +129,37 @@ def describe_device(spec: DeviceSpec) -> dict[str, Any]:
     fields = spec.model_dump(mode="json", exclude={"calibration"})
     ridges = {dtype: spec.ridge(dtype) for dtype in spec.peak_flops}
     return {**fields, "ridge_flop_per_byte": ridges, "calibrated": bool(spec.calibration)}
+
+
+def facts_table(facts: dict[str, Any]) -> Table:
+    """What is known of one thing, a line each, with units; what is not known and nested curves are left out."""
+    table = show.new_table(facts["name"], "", "")
+    table.columns[1].justify = "left"
+    for key, value in facts.items():
+        for part, item in value.items() if isinstance(value, dict) else [("", value)]:
+            if item not in (None, "", []) and key != "efficiency":
+                table.add_row(f"{key.replace('_', ' ')} {part}".strip(), _with_unit(key, item))
+    return table
+
+
+def _with_unit(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if key.endswith("_bytes") or key == "kv_bytes_per_token":
+        return show.size(value)
+    if key.endswith("_bandwidth"):
+        return f"{show.number(value / 1e9)} GB/s"
+    if key == "peak_flops":
+        return f"{show.number(value / 1e12)} TFLOP/s"
+    if key == "ridge_flop_per_byte":
+        return f"{show.number(value)} FLOP/B"
+    if key == "tdp_watts":
+        return f"{show.number(value)} W"
+    if key == "price_per_hour":
+        return f"US$ {value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 # --- calibrate --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -24,6 +24,8 @@ from typer.core import TyperCommand
 from twinfer.cli.session import Session
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from twinfer.core.config import Choice, EngineConfig
     from twinfer.core.workload import Workload
 
@@ -49,10 +51,15 @@ def _scenario_options(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(rich_help_panel=_MODEL, help="Of weights and activations; 'auto'.")
+        str | None,
+        typer.Option(rich_help_panel=_MODEL, help="Of weights and activations: float32, bfloat16 or float16."),
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Of the KV cache; 'auto'.")] = None,
-    num_devices: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Devices in all.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(rich_help_panel=_MODEL, help="Of the KV cache; 'auto' is the one of the activations.")
+    ] = None,
+    num_devices: Annotated[
+        int | None, typer.Option(rich_help_panel=_MODEL, help="Devices in all; as many as --tp.")
+    ] = None,
     tp: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Tensor-parallel ranks.")] = None,
     scheduler: Annotated[
         str | None,
@@ -113,7 +120,9 @@ def _scenario_options(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf sends all at once."),
+        typer.Option(
+            rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf, the default, sends all at once."
+        ),
     ] = None,
     input_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of a prompt.")] = None,
     output_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of an answer.")] = None,
@@ -323,7 +332,22 @@ class ScenarioCommand(TyperCommand):
             return params
         if "twinfer.generated" not in ctx.meta:
             ctx.meta["twinfer.generated"] = generated_params(ctx.obj)
+            _tell_defaults(params)
         return [*params[:-1], *ctx.meta["twinfer.generated"], params[-1]]  # --help stays last
+
+
+def _tell_defaults(params: list[Any]) -> None:
+    """Add to each help text the default of the field that the option sets."""
+    from twinfer.core.config import Choice, EngineConfig
+    from twinfer.core.workload import Workload
+
+    both = (*Workload.model_fields.items(), *EngineConfig.model_fields.items())
+    defaults = {name: info.default for name, info in both if not info.is_required()}
+    for param in params:
+        default = defaults.get(param.name)
+        more = f" (default {default.name if isinstance(default, Choice) else default})"
+        if isinstance(default, str | int | float | Choice) and param.help and not param.help.endswith(more):
+            param.help += more
 
 
 def generated_params(session: Session) -> list[Any]:
@@ -335,10 +359,7 @@ def generated_params(session: Session) -> list[Any]:
         about: dict[str, list[str]] = {}
         for item in session.registry.all(kind):
             for name, info in item.cls.Options.model_fields.items():
-                text = f"{item.name}: {info.description or info.annotation}"
-                if not info.is_required():
-                    text += f" (default {info.get_default(call_default_factory=True)})"
-                about.setdefault(name, []).append(text)
+                about.setdefault(name, []).append(f"{item.name}: {_about(info)}")
         for name, texts in about.items():
             flag = f"{OPTION_OF_KIND[kind]}.{name.replace('_', '-')}"
             option = typer.Option(
@@ -360,6 +381,18 @@ def generated_params(session: Session) -> list[Any]:
     app = typer.Typer(add_completion=False)
     app.command(add_help_option=False)(prototype)
     return list(typer.main.get_command(app).params)
+
+
+def _about(info: FieldInfo) -> str:
+    """What an option does, the words it takes and its default."""
+    more = []
+    if get_origin(info.annotation) is Literal:
+        more.append(", ".join(str(word) for word in get_args(info.annotation) if word != ""))
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    if default not in (None, ""):
+        more.append(f"default {default}")
+    text = str(info.description or info.annotation)
+    return f"{text} ({'; '.join(more)})" if more else text
 
 
 def _keep(kind: str, name: str) -> Callable[..., None]:

@@ -57,7 +57,8 @@ def list_plugins(
     for row in rows:
         options = ", ".join(f"{o['name']}={o['default']}" for o in row["options"])
         summary = row["summary"] if row["usable"] else f"not usable here: {'; '.join(row['why_not'])}"
-        table.add_row(row["name"], row["kind"], row["version"], row["plugin"], options, summary)
+        origin = "built in" if row["builtin"] else row["plugin"]
+        table.add_row(row["name"], row["kind"], row["version"], origin, options, summary)
     show.print_table(table)
     for name, reason in registry.broken.items():
         show.note(f"failed to load: {name}: {reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -11,10 +11,15 @@ from twinfer.cli import show
 from twinfer.cli.flags import Scenario, ScenarioCommand, takes_scenario
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from twinfer.cli.session import Session
     from twinfer.core.config import EngineConfig
     from twinfer.core.records import RunRecord
     from twinfer.core.workload import Encode, Workload
+
+
+OnAnswer: TypeAlias = "Callable[[str, str], None]"
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -34,9 +39,13 @@ def run(ctx: typer.Context, scenario: Scenario) -> None:
 
     twinfer run --model ./my-llama --scheduler static --kv-cache contiguous --json
 
-    With --json: the run's record; its `metrics` also stand at the top level.
+    With --prompt the answers are printed too.
+
+    With --json: the run's record; its `metrics` also stand at the top level, and the answers as `answers`.
     """
-    _finish(execute("engine", scenario), scenario)
+    answers: list[tuple[str, str]] = []
+    on_answer = (lambda prompt, text: answers.append((prompt, text))) if scenario.given["prompt"] else None
+    _finish(execute("engine", scenario, on_answer), scenario, answers)
 
 
 def simulate(ctx: typer.Context, scenario: Scenario) -> None:
@@ -112,26 +121,35 @@ def compare(
         print(f"note: {note}")
 
 
-def execute(world: str, scenario: Scenario) -> RunRecord:
+def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -> RunRecord:
     """The scenario in one world, with progress, until it is done or Ctrl-C is pressed."""
     from twinfer.core.errors import ConfigError
 
     if scenario.model is None:
         raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
     record = start(world, "running" if world == "engine" else "simulating", scenario.config(), scenario.workload(),
-                   scenario.session)  # fmt: skip
+                   scenario.session, on_answer)  # fmt: skip
     if scenario.name:
         record.name = scenario.name
     return record
 
 
-def start(world: str, label: str, config: EngineConfig, workload: Workload, session: Session) -> RunRecord:
-    """A run in `world`, "engine" or "simulator"; texts are encoded in both, where the model's tokenizer is at hand."""
+def start(
+    world: str, label: str, config: EngineConfig, workload: Workload, session: Session,
+    on_answer: OnAnswer | None = None,
+) -> RunRecord:  # fmt: skip
+    """A run in `world`, "engine" or "simulator"; texts are encoded in both, where the model's tokenizer is at hand.
+
+    on_answer(prompt, text) is called by the engine for each request, after the run.
+    """
     with show.interruptible() as should_stop, show.progress(label) as on_progress:
         if world == "engine":
             from twinfer.core.runtime.run import run_engine
 
-            return run_engine(config, workload, session.registry, on_progress=on_progress, should_stop=should_stop)
+            return run_engine(
+                config, workload, session.registry, on_progress=on_progress, should_stop=should_stop,
+                on_answer=on_answer,
+            )  # fmt: skip
         from twinfer.simulator.run import simulate as predict
 
         return predict(
@@ -178,12 +196,15 @@ def comparison_payload(joined: Any, records: list[RunRecord]) -> dict[str, Any]:
     }
 
 
-def _finish(record: RunRecord, scenario: Scenario) -> None:
+def _finish(record: RunRecord, scenario: Scenario, answers: Sequence[tuple[str, str]] = ()) -> None:
     refuse_unserved(record)
     path = _save(record, scenario)
     if scenario.as_json:
-        show.print_json(payload(record, path))
+        texts = {"answers": [{"prompt": prompt, "text": text} for prompt, text in answers]} if answers else {}
+        show.print_json({**payload(record, path), **texts})
     else:
+        for prompt, text in answers:
+            print(f"{prompt} ->{text if text[:1].isspace() else ' ' + text}\n")
         for table in show.record_tables(record):
             show.print_table(table)
         for key, reason in record.reasons.items():

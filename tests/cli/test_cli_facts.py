@@ -120,3 +120,9 @@ def test_devices_tell_their_ridge(cli: Callable) -> None:
     assert cli("devices", "h100-sxm", "--json").json == rows["h100-sxm"]
     assert "295 FLOP/B" in cli("devices").out
     cli("devices", "h1000").is_error("h1000")
+
+
+def test_one_device_and_one_model_are_described_with_units(cli: Callable) -> None:
+    device = cli("devices", "h100-sxm").out
+    assert "3,350 GB/s" in device and "989 TFLOP/s" in device and "79.1 GiB" in device and "700 W" in device
+    assert "320 KiB" in cli("models", "llama-2-70b").out

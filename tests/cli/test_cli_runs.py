@@ -46,6 +46,13 @@ def test_run_returns_the_same_schema(run: Callable) -> None:
     assert record["world"] == "engine" and record["metrics"]["output_tokens"] == 24
 
 
+def test_run_prints_the_answers_to_prompts(run: Callable) -> None:
+    done = run("--prompt", "hello", "--output-len", "4", "--no-save", "--json").json
+    assert [a["prompt"] for a in done["answers"]] == ["hello"] and done["answers"][0]["text"]
+    assert "hello ->" in run("--prompt", "hello", "--output-len", "4", "--no-save").out
+    assert "answers" not in run(*SMALL, "--no-save", "--json").json
+
+
 def test_rate_inf_is_valid_json(cli: Callable) -> None:
     record = cli(*SIM, *SMALL, "--rate", "inf", "--json").json
     assert record["workload"]["rate"] == "inf"
