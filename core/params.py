@@ -14,6 +14,9 @@ from typing import Any
 
 from twinfer.core.errors import ConfigError
 
+MAX_SAMPLES = 1024
+"""Of one prompt: each is a sequence of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -73,6 +76,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "use a value in [-2, 2]")
         _require("n", self.n, self.n >= 1, "ask for at least one sample")
+        _require("n", self.n, self.n <= MAX_SAMPLES, f"ask for at most {MAX_SAMPLES} samples")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "ask for at least one token")
         _require(
             "min_tokens",
@@ -84,6 +88,11 @@ class SamplingParams:
             _require("seed", self.seed, 0 <= self.seed < 2**63, "use a value from 0 to 2**63 - 1")
         if self.logprobs is not None:
             _require("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "use a value from 0 to 20, or None")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError("ignore_eos", self.ignore_eos, "not a truth value", "give True or False")
+        for stop_id in self.stop_token_ids:
+            _whole("stop_token_ids", stop_id)
+            _require("stop_token_ids", stop_id, stop_id >= 0, "give ids of the model's vocabulary")
         stop: tuple[object, ...] = self.stop  # users pass anything
         if any(not isinstance(s, str) or not s for s in stop):
             raise ConfigError(

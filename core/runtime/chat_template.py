@@ -65,6 +65,8 @@ def render_chat(
     """
     if not messages:
         raise RequestError("messages=[]: a chat needs at least one message; give [{'role': 'user', 'content': ...}]")
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"a conversation is a {type(messages).__name__}; give [{{'role': 'user', 'content': ...}}]")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise RequestError(f"messages[{i}]={message!r}: needs 'role' and 'content'; give both as strings")

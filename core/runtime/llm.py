@@ -7,7 +7,8 @@
             print(delta.text, end="")
 
 Invariants
-* One thread calls; `abort` may come from any thread. Nothing computes unless a call is waiting for outputs.
+* Threads may call at the same time: they take turns, one step each, and their requests run together. `abort`
+  waits for nobody. Nothing computes unless a call is waiting for outputs.
 * Everything that can be known to be wrong with a request is said before anything runs, for all prompts of a call.
 * `text`, `token_ids` and `logprobs` of an output describe the same tokens (`text.py` has the rule for stops).
 * Joined deltas of a stream are the output that `generate` gives for the same request.
@@ -15,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -60,6 +62,7 @@ class LLM:
         self._driver = PullDriver(engine.build_core(), engine.executor, engine.observers)
         self._live: dict[str, Collector] = {}
         self._number = 0
+        self._lock = threading.RLock()
         self._closed = False
 
     @property
@@ -89,11 +92,12 @@ class LLM:
         prompts: a text, a list of token ids, or a list of either.  params: for all prompts, or one each.
         Raises RequestError naming the prompt that cannot be served; then nothing has run.
         """
-        asked = self._requests(_as_list(prompts), params, priority)
-        collectors = [self._start(request, prompt) for request, prompt in asked]
+        with self._lock:
+            asked = self._requests(_as_list(prompts), params, priority)
+            collectors = [self._start(request, prompt) for request, prompt in asked]
         try:
-            while not all(c.done for c in collectors):
-                self._poll()
+            for collector in collectors:
+                self._finish(collector)
         except BaseException:
             self._give_up(collectors)
             raise
@@ -111,6 +115,8 @@ class LLM:
         messages: one conversation (mappings with "role" and "content") or a list of them.
         Raises RequestError for a model without a template and for messages it refuses.
         """
+        if not isinstance(messages, Sequence | None):
+            raise RequestError(f"messages is a {type(messages).__name__}; give [{{'role': 'user', 'content': ...}}]")
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         return self.generate([self._engine.tokenizer.encode_chat(c) for c in conversations], params, priority=priority)
@@ -121,15 +127,15 @@ class LLM:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> str:
         """Queue one prompt and return its id, for `result`, `deltas` and `abort`. It runs while others wait."""
-        ((request, text),) = self._requests([prompt], params, priority)
-        self._start(request, text)
+        with self._lock:
+            ((request, text),) = self._requests([prompt], params, priority)
+            self._start(request, text)
         return request.id
 
     def result(self, request_id: str) -> RequestOutput:
         """Wait for a submitted request. Its id is then forgotten. RequestError for an unknown id."""
         collector = self._find(request_id)
-        while not collector.done:
-            self._poll()
+        self._finish(collector)
         return self._take(collector)
 
     def deltas(self, request_id: str) -> Stream:
@@ -138,21 +144,25 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: it finishes with reason "abort". Unknown and finished ids are no error."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"request id {request_id!r} is a {type(request_id).__name__}; use one from submit()")
         if not self._closed:
             self._driver.put(Abort(request_id))
 
     def step(self) -> bool:
         """Run until something is said; False when there is nothing to do. For loops that wait for many requests."""
-        return self._poll(must_progress=False)
+        with self._lock:
+            return self._poll(must_progress=False)
 
     # --- life -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the model and the KV cache; calling it twice is harmless."""
-        if not self._closed:
-            self._closed = True
-            self._live.clear()
-            self._engine.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._live.clear()
+                self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -168,6 +178,10 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, priority: int
     ) -> list[tuple[Request, str | None]]:
         self._check_open()
+        if type(priority) is not int:
+            raise RequestError(f"priority={priority!r} is not a whole number; give an integer, smaller runs first")
+        if not isinstance(params, SamplingParams | Sequence | None):
+            raise RequestError(f"params is a {type(params).__name__}; give SamplingParams, or a list with one a prompt")
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
         else:
@@ -180,6 +194,12 @@ class LLM:
             if not isinstance(sampling, SamplingParams):
                 raise RequestError(f"params of {where}: {sampling!r} is no SamplingParams")
             ids = self._ids(prompt, where)
+            vocab = self._engine.setup.model.vocab_size
+            for stop_id in sampling.stop_token_ids:
+                if stop_id >= vocab:
+                    raise RequestError(
+                        f"params of {where}: stop_token_ids has {stop_id}; ids of this model are 0 to {vocab - 1}"
+                    )
             request = Request(
                 id=f"req-{self._number + len(asked)}", prompt=ids, params=sampling, priority=priority,
                 arrival=self._driver.clock(), eos_token_ids=self._engine.eos_token_ids,
@@ -190,8 +210,14 @@ class LLM:
 
     def _ids(self, prompt: Prompt, where: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
+            if not _is_unicode(prompt):
+                raise RequestError(f"{where} holds half of a surrogate pair, which is no character; remove it")
             ids = tuple(self._engine.tokenizer.encode(prompt))
-        elif isinstance(prompt, Sequence) and all(type(i) is int for i in prompt):
+        elif (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, bytes | bytearray)
+            and all(type(i) is int for i in prompt)
+        ):
             ids = tuple(int(i) for i in prompt)
         else:
             raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or a list of token ids")
@@ -215,6 +241,14 @@ class LLM:
         self._driver.put(Submit(request))
         return collector
 
+    def _finish(self, collector: Collector) -> None:
+        """Run until the request has ended, perhaps by the steps of another thread."""
+        while True:
+            with self._lock:
+                if collector.done:
+                    return
+                self._poll()
+
     def _poll(self, must_progress: bool = True) -> bool:
         self._check_open()
         outputs = self._driver.poll()
@@ -230,7 +264,7 @@ class LLM:
 
     def _find(self, request_id: str) -> Collector:
         self._check_open()
-        collector = self._live.get(request_id)
+        collector = self._live.get(request_id) if isinstance(request_id, str) else None
         if collector is None:
             raise RequestError(
                 f"request {request_id!r} is not known (or its result was taken); use an id from submit()"
@@ -264,18 +298,19 @@ class Stream(Iterator[StreamDelta]):
     def __next__(self) -> StreamDelta:
         collector = self._collector
         while not self._ended:
-            if collector.deltas:
-                return collector.deltas.popleft()
-            if collector.done:
-                self.close()
-                if collector.rejected:
-                    raise RequestError(collector.rejected)
-                break
-            try:
-                self._llm._poll()
-            except BaseException:
-                self.close()
-                raise
+            with self._llm._lock:
+                if collector.deltas:
+                    return collector.deltas.popleft()
+                if collector.done:
+                    self.close()
+                    if collector.rejected:
+                        raise RequestError(collector.rejected)
+                    break
+                try:
+                    self._llm._poll()
+                except BaseException:
+                    self.close()
+                    raise
         raise StopIteration
 
     def close(self) -> None:
@@ -295,10 +330,19 @@ class Stream(Iterator[StreamDelta]):
             self.close()
 
 
+def _is_unicode(text: str) -> bool:
+    """False where a lone surrogate stands, which no encoding has and no tokenizer takes."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or several: a text or a list of ids is one."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids or a list of either"
+        )
     if prompts and all(type(p) is int for p in prompts):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
