@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from twinfer.core.registry import Registry
 
 DEFAULT_NUM_REQUESTS = 100
+MAX_REQUESTS, MAX_TOKENS = 10**7, 2**24
+"""Largest workload and length of a request: beyond any use, and still no wait without end."""
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -81,12 +83,12 @@ class Workload(BaseModel):
     def _check(self) -> Workload:
         for field, option in (("input_len", "--input-len"), ("output_len", "--output-len"),
                               ("num_prefixes", "--num-prefixes")):  # fmt: skip
-            _require(option, getattr(self, field), getattr(self, field) >= 1, "give at least 1")
+            _within(option, getattr(self, field), MAX_TOKENS)
         if self.num_requests is not None:
-            _require("--requests", self.num_requests, self.num_requests >= 1, "give at least 1")
+            _within("--requests", self.num_requests, MAX_REQUESTS)
         if self.rate is not None:
-            ok = self.rate > 0 and not math.isnan(self.rate)
-            _require("--rate", self.rate, ok, "give requests per second above 0, or inf for all at once")
+            ok = self.rate >= 1e-9  # less would make times beyond what a float can tell apart
+            _require("--rate", self.rate, ok, "give requests per second from 1e-9, or inf for all at once")
         top = 1.0 if self.lengths == "uniform" else 3.0
         _require("--spread", self.spread, 0 <= self.spread <= top, f"use a value from 0 to {top:g}")
         if self.spread and self.lengths == "fixed":
@@ -96,6 +98,8 @@ class Workload(BaseModel):
         ok = 0 <= self.shared_prefix < self.input_len
         _require("--shared-prefix", self.shared_prefix, ok, f"use 0 to input-len - 1 ({self.input_len - 1})")
         _require("--seed", self.seed, self.seed >= 0, "use 0 or a positive whole number")
+        if self.trace == "":
+            raise ConfigError("--trace", "", "no file is named", "give the path of a trace file")
         if self.trace and (self.prompts or self.prompt_tokens):
             raise ConfigError("--trace", self.trace, "prompts are given too", "give a trace or prompts, not both")
         return self
@@ -117,6 +121,11 @@ def make_workload(**given: Any) -> Workload:
             raise ConfigError(field, first["input"], "no such workload option", f"known options: {known}") from None
         option = {"num_requests": "--requests"}.get(field, "--" + field.replace("_", "-"))
         raise ConfigError(option, first["input"], first["msg"].lower(), "see `twinfer simulate --help`") from None
+
+
+def _within(option: str, value: int, most: int) -> None:
+    _require(option, value, value >= 1, "give at least 1")
+    _require(option, value, value <= most, f"give at most {most}")
 
 
 def _require(option: str, value: object, ok: bool, fix: str) -> None:
@@ -148,7 +157,10 @@ class Draft:
 
 
 class WorkloadSource(Protocol):
-    """Contract of workload plugins (beside `Technique`'s attributes)."""
+    """Contract of workload plugins (beside `Technique`'s attributes).
+
+    A class may name in `ignores` the fields of `Workload` that mean nothing to it; the command line refuses them.
+    """
 
     @classmethod
     def accepts(cls, workload: Workload) -> bool:
@@ -203,6 +215,12 @@ def generate(
         vocab_size=vocab_size, max_model_len=max_model_len, encode=encode, eos_token_ids=eos_token_ids
     )  # fmt: skip
     drafts = list(source.drafts(workload, setting))
+    timed = sum(d.arrival is not None for d in drafts)
+    if workload.rate is None and 0 < timed < len(drafts):
+        raise ConfigError(
+            "--trace", workload.trace, f"{timed} of {len(drafts)} requests have an arrival time",
+            "give one to each or to none, or give --rate",
+        )  # fmt: skip
     if workload.too_long == "filter":
         drafts = [d for d in drafts if len(d.prompt) + d.output_len <= max_model_len]
         if not drafts:

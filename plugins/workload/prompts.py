@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class Prompts(PoissonArrivals):
     name = "prompts"
     summary = "given prompts: texts, token ids, or a JSON-lines file with a prompt per line"
 
+    ignores = ("input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
     FIELDS = ("prompt", "prompt_len", "output_len", "arrival", "temperature")
 
     @classmethod
@@ -64,6 +66,8 @@ class Prompts(PoissonArrivals):
 
     def _line(self, workload: Workload, setting: Setting, number: int, row: dict[str, Any]) -> Draft:
         where = f"line {number}"
+        if "prompt" in row and "prompt_len" in row:
+            raise ConfigError("--trace", workload.trace, f"{where} has prompt and prompt_len", "keep one of them")
         if "prompt" in row:
             prompt = encoded(row["prompt"], where, number, workload, setting)
         elif "prompt_len" in row:
@@ -77,7 +81,9 @@ class Prompts(PoissonArrivals):
         numbers = {}
         for field in ("arrival", "temperature"):
             value = row.get(field)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf
+            ):
                 raise ConfigError(
                     "--trace", workload.trace, f"{where}: {field}={value!r} is not a number >= 0", "repair that line"
                 )
@@ -90,6 +96,8 @@ def encoded(prompt: Any, where: str, number: int, workload: Workload, setting: S
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError(f"{where} is empty; give at least one character")
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise RequestError(f"{where} holds half of a surrogate pair, which is no character; remove it")
         if setting.encode is not None:
             ids = tuple(setting.encode(prompt))
             if not ids:

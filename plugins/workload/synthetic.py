@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import overload
 
 from twinfer.core.technique import Technique
-from twinfer.core.workload import DEFAULT_NUM_REQUESTS, Draft, Setting, Workload
+from twinfer.core.workload import DEFAULT_NUM_REQUESTS, MAX_TOKENS, Draft, Setting, Workload
 
 _STRIDE = 7919  # a prime: start tokens of neighbours lie far apart and do not repeat early
 
 
 class PoissonArrivals(Technique):
     """Base of sources: arrivals as a Poisson process of `workload.rate`."""
+
+    ignores: tuple[str, ...] = ()
 
     def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
         assert workload.rate is not None
@@ -36,6 +39,7 @@ class PoissonArrivals(Technique):
 class Synthetic(PoissonArrivals):
     name = "synthetic"
     summary = "prompts and answers of chosen lengths (fixed, uniform, lognormal), Poisson arrivals"
+    ignores = ("trace", "prompts")
 
     @classmethod
     def accepts(cls, workload: Workload) -> bool:
@@ -59,13 +63,13 @@ class Synthetic(PoissonArrivals):
 
 
 def _length(workload: Workload, mean: int, rng: random.Random) -> int:
-    """One length of at least 1 token; the distribution's mean is `mean` (before rounding)."""
+    """One length from 1 to MAX_TOKENS; the distribution's mean is `mean` (before rounding and cutting)."""
     if workload.lengths == "uniform":
         return max(1, round(mean * (1 + workload.spread * (2 * rng.random() - 1))))
     if workload.lengths == "lognormal":
         # Box-Muller; exp(s*z - s^2/2) has mean 1
         z = math.sqrt(-2 * math.log1p(-rng.random())) * math.cos(2 * math.pi * rng.random())
-        return max(1, round(mean * math.exp(workload.spread * z - workload.spread**2 / 2)))
+        return min(MAX_TOKENS, max(1, round(mean * math.exp(workload.spread * z - workload.spread**2 / 2))))
     return mean
 
 
@@ -77,4 +81,33 @@ def _tokens(number: int, seed: int, length: int, vocab_size: int) -> Sequence[in
         return range(start, start + length * step, step)
     if start - (length - 1) * step >= 0:
         return range(start, start - length * step, -step)
+    if length > vocab_size:
+        return _Cycle(start, step, length, vocab_size)
     return tuple((start + j * step) % vocab_size for j in range(length))
+
+
+class _Cycle(Sequence[int]):
+    """Tokens of a prompt that goes round the vocabulary; they are made when sliced, so length costs no memory."""
+
+    __slots__ = ("length", "start", "step", "vocab_size")
+
+    def __init__(self, start: int, step: int, length: int, vocab_size: int) -> None:
+        self.start, self.step, self.length, self.vocab_size = start, step, length, vocab_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[int]: ...
+    def __getitem__(self, key: int | slice) -> int | list[int]:
+        places = range(self.length)[key]
+        if isinstance(places, int):
+            return (self.start + places * self.step) % self.vocab_size
+        return [(self.start + j * self.step) % self.vocab_size for j in places]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(other) == self.length and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]

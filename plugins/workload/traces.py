@@ -8,15 +8,17 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, overload
 
 from twinfer.core.errors import ConfigError
-from twinfer.core.workload import Draft, Setting, Workload
+from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
 
 
@@ -25,6 +27,7 @@ class AzureTrace(PoissonArrivals):
     summary = "Azure LLM inference trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
     reference = "Patel et al., Splitwise, ISCA 2024; github.com/Azure/AzurePublicDataset"
 
+    ignores = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
     COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
     @classmethod
@@ -32,9 +35,8 @@ class AzureTrace(PoissonArrivals):
         return workload.trace is not None and workload.trace.endswith(".csv")
 
     def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
-        path = open_trace(workload)
         drafts: list[Draft] = []
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with _reading(workload) as path, path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             header = reader.fieldnames or []
             missing = [c for c in self.COLUMNS if c not in header]
@@ -59,6 +61,7 @@ class MooncakeTrace(PoissonArrivals):
     summary = "Mooncake trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
     reference = "Qin et al., Mooncake, FAST 2025 (arXiv:2407.00079)"
 
+    ignores = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
     BLOCK = 512  # tokens that one hash id stands for
 
     @classmethod
@@ -85,7 +88,9 @@ class MooncakeTrace(PoissonArrivals):
             try:
                 when = float(row["timestamp"]) / 1000
                 ids = tuple(int(i) for i in row.get("hash_ids", ()))
-            except (TypeError, ValueError):
+                if not math.isfinite(when):
+                    raise ValueError
+            except (TypeError, ValueError, OverflowError):
                 raise ConfigError(
                     "--trace", workload.trace, f"{where}: timestamp or hash_ids is not a number", "repair that line"
                 ) from None
@@ -153,25 +158,36 @@ def open_trace(workload: Workload) -> Path:
 
 def json_lines(workload: Workload) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of every non-empty line."""
+    with _reading(workload) as path, path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also a number or nesting beyond Python's limits
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number or nesting without end"
+                raise ConfigError(
+                    "--trace", workload.trace, f"line {number} is not JSON ({reason})", "repair that line"
+                ) from None
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    "--trace", workload.trace, f"line {number} is not a JSON object", "write one object per line"
+                )
+            yield number, row
+
+
+@contextlib.contextmanager
+def _reading(workload: Workload) -> Iterator[Path]:
+    """The trace's path, while it is read: a file that cannot be read as text is a ConfigError."""
     path = open_trace(workload)
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ConfigError(
-                        "--trace", workload.trace, f"line {number} is not JSON ({error.msg})", "repair that line"
-                    ) from None
-                if not isinstance(row, dict):
-                    raise ConfigError(
-                        "--trace", workload.trace, f"line {number} is not a JSON object", "write one object per line"
-                    )
-                yield number, row
+        yield path
     except UnicodeDecodeError:
         raise ConfigError("--trace", workload.trace, "not a UTF-8 text file", "give a CSV or JSONL file") from None
+    except csv.Error as error:
+        raise ConfigError("--trace", workload.trace, f"not a CSV file ({error})", "repair the file") from None
+    except OSError as error:
+        raise ConfigError("--trace", workload.trace, f"cannot be read ({error.strerror})", "make it readable") from None
 
 
 def _nonempty(workload: Workload, drafts: list[Draft]) -> list[Draft]:
@@ -183,11 +199,16 @@ def _nonempty(workload: Workload, drafts: list[Draft]) -> list[Draft]:
 def _count(workload: Workload, where: str, field: str, value: Any) -> int:
     try:
         number = int(value)
-    except (TypeError, ValueError):
+        if isinstance(value, bool) or (isinstance(value, float) and number != value):
+            number = -1
+    except (TypeError, ValueError, OverflowError):
         number = -1
-    if number < 0:
+    if not 0 <= number <= MAX_TOKENS:
         raise ConfigError(
-            "--trace", workload.trace, f"{where}: {field}={value!r} is not a count of tokens", "repair that row"
+            "--trace",
+            workload.trace,
+            f"{where}: {field}={value!r} is not a count of tokens up to {MAX_TOKENS}",
+            "repair that row",
         )
     return max(1, number)
 

@@ -151,7 +151,7 @@ def test_prompts_file_and_texts(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(
         '{"prompt": "hello wide world", "output_len": 9}\n\n'
-        '{"prompt": [5, 6, 7], "arrival": 2.5, "temperature": 0.5}\n{"prompt_len": 40, "_note": "synthetic"}\n'
+        '{"prompt": [5, 6, 7], "temperature": 0.5}\n{"prompt_len": 40, "_note": "synthetic"}\n'
     )
     workload = Workload(trace=str(path), output_len=4)
     requests = made(workload, encode=lambda text: [len(word) for word in text.split()])
@@ -187,6 +187,18 @@ def test_prompts_file_and_texts(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": 5}\n', "neither a text nor a list"),
         ("a.jsonl", '{"prompt": "x", "max_tokens": 5}\n', "unknown field 'max_tokens'"),
         ("a.jsonl", '{"prompt": "x", "arrival": -5}\n', "arrival=-5"),
+        ("a.jsonl", '{"prompt": "x", "arrival": NaN}\n', "arrival=nan"),
+        ("a.jsonl", '{"prompt": "x", "arrival": 1}\n{"prompt": "x"}\n', "1 of 2 requests have an arrival time"),
+        ("a.jsonl", '{"prompt": "x", "prompt_len": 9}\n', "prompt and prompt_len"),
+        ("a.jsonl", '{"prompt": "\\ud800"}\n', "surrogate"),
+        ("a.jsonl", '{"prompt_len": 9999999999}\n', "prompt_len=9999999999"),
+        ("a.jsonl", '{"prompt_len": 2.5}\n', "prompt_len=2.5"),
+        ("a.jsonl", '{"prompt_len": ' + "9" * 5000 + "}\n", "not JSON"),
+        ("a.jsonl", "[" * 100_000, "not JSON"),
+        ("a.jsonl", '{"timestamp": NaN, "input_length": 4, "output_length": 1}\n', "line 1: timestamp"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": Infinity, "output_length": 1}\n', "input_length=inf"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [Infinity]}', "hash_ids"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,99999999999999999999,3\n", "ContextTokens='99999999999999999999'"),
     ],
 )
 def test_bad_files_are_one_line_errors(tmp_path: Path, name: str, text: str | None, says: str) -> None:
@@ -197,6 +209,29 @@ def test_bad_files_are_one_line_errors(tmp_path: Path, name: str, text: str | No
         made(Workload(trace=str(path)))
     assert says in str(error.value) and "\n" not in str(error.value)
     assert isinstance(error.value, ConfigError | RequestError)
+
+
+def test_a_file_that_is_no_text_is_a_one_line_error(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.jsonl"):
+        (tmp_path / name).write_bytes(AZURE.encode() + b"\xff\xfe\x00\x84")
+        with pytest.raises(ConfigError, match="not a UTF-8 text file"):
+            made(Workload(trace=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"num_requests": 10**22}, {"input_len": 10**9}, {"output_len": 10**30}, {"rate": 1e-320}, {"trace": ""}],
+)
+def test_numbers_beyond_any_use_are_refused_at_once(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        make_workload(**given)
+
+
+def test_a_long_prompt_costs_no_memory_and_its_slices_agree() -> None:
+    (request,) = made(Workload(num_requests=1, input_len=2**24), vocab=100)
+    prompt = request.prompt
+    assert len(prompt) == 2**24 and set(prompt[:200]) == set(range(100))
+    assert [prompt[i] for i in range(90, 130)] == list(prompt[90:130]) and prompt[-1] == prompt[2**24 - 1]
 
 
 def test_unknown_source_lists_the_known_ones() -> None:
