@@ -164,6 +164,9 @@ def _with_unit(key: str, value: Any) -> str:
 
 # --- calibrate --------------------------------------------------------------------------------------
 
+MAX_BUDGET = 3600.0
+"""Seconds that a calibration may be given."""
+
 
 def calibrate(
     ctx: typer.Context,
@@ -201,12 +204,16 @@ def calibrate(
 
 def run_calibration(session: Session, model: str, dtype: str = "float32", budget: float = 55.0) -> Calibrated:
     """Measure and store this machine. Ctrl-C leaves what was stored before (exit code 130). Raises TwinferError."""
-    from twinfer.core.dtypes import canonical_dtype
-    from twinfer.core.errors import TwinferError
+    from twinfer.core.dtypes import canonical_dtype, dtype_bits
+    from twinfer.core.errors import ConfigError, TwinferError
     from twinfer.core.runtime.measure import measure
     from twinfer.simulator.calibrate import calibrate as fit_and_store
 
     dtype = canonical_dtype(dtype, "--dtype")
+    if dtype_bits(dtype) < 16:
+        raise ConfigError("--dtype", dtype, "activations need at least 16 bits", "use float32, bfloat16 or float16")
+    if not 0 < budget <= MAX_BUDGET:
+        raise ConfigError("--budget", budget, "out of range", f"give seconds above 0, at most {MAX_BUDGET:.0f}")
     with show.interruptible() as should_stop, show.progress("calibrating") as report:
         try:
             return fit_and_store(
@@ -347,6 +354,7 @@ def memory_answer(
     from twinfer.core.errors import ConfigError
     from twinfer.core.memory import activation_bytes, budget_on
     from twinfer.core.policy import Limits
+    from twinfer.core.registry import OPTION_OF_KIND
     from twinfer.core.setup import adapt_model
     from twinfer.core.technique import Needs
 
@@ -358,11 +366,11 @@ def memory_answer(
     if context is None:
         context = min(DEFAULT_CONTEXT, plain.max_context)
     fields: dict[str, Any] = {"model": model, "tp": tp, "num_devices": tp, "memory_fraction": memory_fraction}
-    fields["kv_cache"] = Choice(**parse_choice(kv_cache))
+    fields["kv_cache"] = Choice(**parse_choice(kv_cache, "--kv-cache"))
     for key, value in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         fields[key] = value if value == "auto" else canonical_dtype(value, "--" + key.replace("_", "-"))
     for key, text in (("attention", attention), ("quantizer", quant)):
-        fields[key] = None if text is None else Choice(**parse_choice(text))
+        fields[key] = None if text is None else Choice(**parse_choice(text, OPTION_OF_KIND[key]))
     for key, limit in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
         if limit is not None:
             fields[key] = limit

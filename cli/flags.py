@@ -189,6 +189,7 @@ class Scenario:
 
     def config(self) -> EngineConfig:
         """The engine's configuration; raises ConfigError in the words of the command line."""
+        from twinfer.core.config import Choice, parse_choice
         from twinfer.core.dtypes import canonical_dtype
 
         g = self.given
@@ -213,7 +214,7 @@ class Scenario:
             if choice is not None:  # now, not after the model has been loaded
                 self.session.registry.build(kind, choice)
         for op_time in config.op_time:
-            self.session.registry.get("op_time_model", op_time.partition(":")[0])
+            self.session.registry.build("op_time_model", Choice(**parse_choice(op_time, "--op-time-model")))
         return config
 
     def workload(self) -> Workload:
@@ -237,7 +238,40 @@ class Scenario:
         if source is not None:
             self.session.registry.build("workload", source)
             fields["source"] = source
-        return make_workload(**fields)
+        workload = make_workload(**fields)
+        self._refuse_ignored(workload)
+        return workload
+
+    def _refuse_ignored(self, workload: Workload) -> None:
+        """An option that would change nothing is a mistake."""
+        from twinfer.cli.show import note
+        from twinfer.core.errors import ConfigError
+        from twinfer.core.workload import source_of
+
+        g = self.given
+        source = source_of(workload, self.session.registry)
+        flags = {"prompts": "prompt"}
+        for name in getattr(source, "ignores", ()):
+            name = flags.get(name, name)
+            if g.get(name) in (None, []):
+                continue
+            if workload.trace and name in ("input_len", "output_len"):  # scripts may give a trace and these
+                note(f"{_flag(name)} is not used: the lengths are those of --trace {workload.trace}")
+            else:
+                raise ConfigError(
+                    _flag(name), g[name], f"requests of kind {getattr(source, 'name', '')!r} do not depend on it",
+                    "leave it out",
+                )  # fmt: skip
+        if workload.prompts and (workload.num_requests or 0) > len(workload.prompts):
+            raise ConfigError(
+                "--requests", workload.num_requests, f"only {len(workload.prompts)} --prompt was given"
+                if len(workload.prompts) == 1 else f"only {len(workload.prompts)} --prompt were given",
+                "leave --requests out, or repeat --prompt",
+            )  # fmt: skip
+        if g["num_prefixes"] is not None and not workload.shared_prefix:
+            raise ConfigError(
+                "--num-prefixes", g["num_prefixes"], "prompts share no prefix", "give --shared-prefix too"
+            )
 
     def _choice(self, kind: str, text: str | None) -> Choice | None:
         """The technique named by `text` (or the default one) with the generated flags of `kind` added."""
@@ -257,7 +291,7 @@ class Scenario:
                     f"give {OPTION_OF_KIND[kind]} NAME too",
                 )  # fmt: skip
             return Choice(name=default.name, options={**default.options, **more})
-        parsed = parse_choice(text)
+        parsed = parse_choice(text, OPTION_OF_KIND[kind])
         return Choice(name=parsed["name"], options={**parsed["options"], **more})
 
 

@@ -156,7 +156,7 @@ def check(
     from twinfer.plugins.conformance import check as run_kit
 
     session: Session = ctx.obj
-    choice = Choice(**parse_choice(name))
+    choice = Choice(**parse_choice(name, "NAME"))
     registry = session.registry
     items = [i for i in registry.all(_kind(kind)) if choice.name in (i.name, i.plugin)]
     if not items:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 OnAnswer: TypeAlias = "Callable[[str, str], None]"
 
+_OF_STORED = ("runs_dir", "as_json", "save", "name")
+"""Options that a comparison of stored runs allows; without `--save`, it changes nothing anyway."""
+
 
 def add_commands(app: typer.Typer) -> None:
     app.command("run", cls=ScenarioCommand)(takes_scenario(run))
@@ -43,6 +46,13 @@ def run(ctx: typer.Context, scenario: Scenario) -> None:
 
     With --json: the run's record; its `metrics` also stand at the top level, and the answers as `answers`.
     """
+    from twinfer.core.errors import ConfigError
+
+    if scenario.op_time:
+        raise ConfigError(
+            "--op-time-model", ",".join(scenario.op_time), "a real run predicts nothing",
+            "leave it out, or use `twinfer simulate` or `twinfer compare`",
+        )  # fmt: skip
     answers: list[tuple[str, str]] = []
     on_answer = (lambda prompt, text: answers.append((prompt, text))) if scenario.given["prompt"] else None
     _finish(execute("engine", scenario, on_answer), scenario, answers)
@@ -98,6 +108,12 @@ def compare(
             raise ConfigError(
                 "PREDICTED", None, "one run cannot be compared", "give two runs, or --model for making both"
             )
+        more = [k for k, v in scenario.given.items() if k not in _OF_STORED and v not in (None, [], False, "")]
+        if more:
+            option = "--" + more[0].replace("_", "-")
+            raise ConfigError(
+                option, scenario.given[more[0]], "stored runs are compared as they are", "leave it out, or the two runs"
+            )
         records = [store.load(real, "engine"), store.load(predicted, "simulator")]
     else:
         if scenario.model is None:
@@ -124,9 +140,12 @@ def compare(
 def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -> RunRecord:
     """The scenario in one world, with progress, until it is done or Ctrl-C is pressed."""
     from twinfer.core.errors import ConfigError
+    from twinfer.core.run_store import RunStore
 
     if scenario.model is None:
         raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
+    if scenario.save:
+        RunStore(scenario.runs_dir).check_writable()
     record = start(world, "running" if world == "engine" else "simulating", scenario.config(), scenario.workload(),
                    scenario.session, on_answer)  # fmt: skip
     if scenario.name:

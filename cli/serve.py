@@ -30,10 +30,16 @@ def dashboard(
     """
     from twinfer.cli import show
     from twinfer.cli.session import Session
+    from twinfer.core.errors import ConfigError
+    from twinfer.core.run_store import RunStore
     from twinfer.dashboard.launch import launch
 
     session: Session = ctx.obj
-    _ = session.registry  # a plugin that does not load is told here, not by a page
+    plugin_pages = session.registry.names("dashboard_page")  # a plugin that does not load is told here, not by a page
+    known = ("techniques", "compare", *(name.replace("/", "-") for name in plugin_pages))
+    if page and page not in known:
+        raise ConfigError("--page", page, "no such page", f"known: {', '.join(known)}")
+    RunStore(runs_dir).check_writable()
 
     def say(text: str) -> None:
         if as_json:

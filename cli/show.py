@@ -242,16 +242,17 @@ class Interrupt:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """`should_stop` for a run: true once Ctrl-C was pressed."""
+    """`should_stop` for a run: true once Ctrl-C was pressed or the process was asked to end (SIGTERM)."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = signal.signal(signal.SIGINT, interrupt._on_signal)
+    before = {s: signal.signal(s, interrupt._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 __all__ = [

@@ -122,7 +122,7 @@ def read_config(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not a JSON file ({error}); give the config.json of a model") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: holds a JSON {type(found).__name__}, not an object; give the config.json of a model")

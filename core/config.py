@@ -34,14 +34,17 @@ class Choice(BaseModel):
         return self.name + ":" + ",".join(f"{k}={json.dumps(v)}" for k, v in sorted(self.options.items()))
 
 
-def parse_choice(text: str) -> dict[str, Any]:
-    """`name:option=value,option=value` to name and options; values are JSON, else plain strings."""
+def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
+    """`name:option=value,option=value` to name and options; values are JSON, else plain strings.
+
+    option: where the text was given, for the error.
+    """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, eq, raw = part.partition("=")
         if not eq or not key.strip():
-            raise ConfigError(name, text, f"option {part!r} has no value", "write NAME:option=value,option=value")
+            raise ConfigError(option, text, f"option {part!r} has no value", "write NAME:option=value,option=value")
         try:
             options[key.strip()] = json.loads(raw)
         except json.JSONDecodeError:
@@ -79,3 +82,12 @@ class EngineConfig(BaseModel):
     tp: int = Field(default=1, ge=1)
     num_devices: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        if self.num_kv_blocks is not None and self.kv_memory_bytes is not None:
+            raise ConfigError(
+                "--kv-memory-bytes", self.kv_memory_bytes, f"--num-kv-blocks {self.num_kv_blocks} sizes the pool too",
+                "give one of them",
+            )  # fmt: skip
+        return self

@@ -149,6 +149,9 @@ def _rope(c: _Config) -> tuple[float, float | None, Mapping[str, Any] | None]:
     theta, local = c.number("rope_theta", 10000.0), c.number("rope_local_base_freq", 10000.0)
     scaling = c.get("rope_scaling")
     new = c.get("rope_parameters")
+    for key, value in (("rope_scaling", scaling), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ModelError(f"{c.name}: {key}={value!r} is no JSON object; the file is damaged")
     if isinstance(new, Mapping):
         if isinstance(new.get("sliding_attention"), Mapping):
             local = float(new["sliding_attention"].get("rope_theta", local))
@@ -186,6 +189,8 @@ def _windows(c: _Config, family: str, num_layers: int) -> tuple[int | None, ...]
     if not any(slides):
         return ()
     size = c.count("sliding_window")
+    if size < 1:
+        raise ModelError(f"{c.name}: sliding_window={size} should be at least 1; the file is damaged")
     return tuple(size if s else None for s in slides)
 
 

@@ -94,6 +94,11 @@ class Registry:
                 "run from its folder, install it, or give --plugins-dir FOLDER"
             ) from error
         self._load(module, module_name, getattr(module, "__version__", ""), f"module {module_name}")
+        if not self._pm.get_hookcallers(module):
+            raise PluginError(
+                f"-p {module_name}: {getattr(module, '__file__', None) or 'this module'} implements no hook of twinfer; "
+                "mark a function such as register_scheduler with @hookimpl"
+            )
 
     def _load_dir(self, folder: Path) -> None:
         if not folder.is_dir():

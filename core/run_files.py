@@ -20,6 +20,12 @@ from twinfer.core.records import SCHEMA_VERSION, RequestRecord, RunRecord, StepR
 
 _HEAD_FIELDS = tuple(f.name for f in fields(RunRecord) if f.name not in ("steps", "requests"))
 
+_KINDS: Mapping[tuple[str, ...], type] = {
+    ("id", "world", "created", "name"): str,
+    ("config", "workload", "environment", "reasons", "metrics", "intervals"): dict,
+    ("complete",): bool,
+}
+
 
 class RunStoreError(TwinferError):
     """A run cannot be written, read or found; the text names the run or file and what to do."""
@@ -67,7 +73,7 @@ def read_head(folder: Path) -> dict[str, Any]:
         head = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunStoreError(f"{path}: {error.strerror}; the run is damaged, delete or restore its folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunStoreError(f"{path}: not valid JSON ({error}); the run is damaged, delete or restore it") from error
     required = {f.name: f for f in fields(RunRecord) if f.default is MISSING and f.default_factory is MISSING}
     missing = [k for k in required if not isinstance(head, dict) or k not in head]
@@ -78,8 +84,17 @@ def read_head(folder: Path) -> dict[str, Any]:
         raise RunStoreError(
             f"{path}: schema version {version!r}, this twinfer reads up to {SCHEMA_VERSION}; update twinfer to read it"
         )
-    if not isinstance(head["config"], dict) or not isinstance(head.get("metrics", {}), dict):
-        raise RunStoreError(f"{path}: config or metrics is not an object; the run is damaged, delete or restore it")
+    for names, kind in _KINDS.items():
+        for name in names:
+            if not isinstance(head.get(name, kind()), kind):
+                raise RunStoreError(
+                    f"{path}: {name}={head[name]!r} is no {kind.__name__}; the run is damaged, delete or restore it"
+                )
+    for name, band in head.get("intervals", {}).items():
+        if not isinstance(band, list) or len(band) != 2:
+            raise RunStoreError(
+                f"{path}: intervals: {name}={band!r} is no pair; the run is damaged, delete or restore it"
+            )
     return {k: v for k, v in head.items() if k in _HEAD_FIELDS}
 
 

@@ -74,8 +74,23 @@ class RunStore:
     def __init__(self, root: str | Path | None = None) -> None:
         self.root = Path(root) if root is not None else default_root()
         self._runs, self._trash = self.root / "runs", self.root / "trash"
+        if self.root.exists() and not self.root.is_dir():
+            raise RunStoreError(
+                f"{self.root} is no folder: cannot save or list runs there; give a folder to --runs-dir"
+            )
 
     # --- writing --------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Refuse a place where `save` cannot work, before a run is made for it. Creates nothing."""
+        place = self._runs
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise RunStoreError(
+                f"cannot save runs below {self.root}: {place} cannot be written; fix the permissions, give another "
+                "--runs-dir, or --no-save"
+            )
 
     def save(self, record: RunRecord) -> Path:
         """Write `record` and return its folder; a run of the same id is replaced."""

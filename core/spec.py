@@ -143,7 +143,7 @@ class ModelSpec:
         """The spec in other formats; "auto" keeps what is there. KV follows `dtype` unless it was set apart."""
         new = self.dtype if dtype == "auto" else canonical_dtype(dtype, "dtype")
         if dtype_bits(new) < 16:
-            raise ConfigError("dtype", dtype, "activations need at least 16 bits",
+            raise ConfigError("dtype", new, "activations need at least 16 bits",
                               "use float32, bfloat16 or float16, and --quant for narrower weights")  # fmt: skip
         if kv_dtype == "auto":
             kv = new if self.kv_dtype == self.dtype else self.kv_dtype

@@ -184,7 +184,9 @@ class Player:
     def _answers(self) -> list[tuple[Any, ...]]:
         core, scheduler = self.core, self.scheduler
         found: list[tuple[Any, ...]] = []
-        for want in scheduler.propose(core.view(self.now, lambda: False)):
+        most = 4 * len(core.sequences) + 64
+        for number, want in enumerate(scheduler.propose(core.view(self.now, lambda: False))):
+            require(number < most, f"{self.where}: propose answers without end; name each sequence once")
             require(
                 isinstance(want, (Want, Defer)),
                 f"{self.where}: propose yielded {want!r}; yield Want(sequence, num_tokens) or Defer(until)",

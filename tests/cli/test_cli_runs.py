@@ -243,7 +243,8 @@ def test_mistakes(
 ) -> None:
     given = dict.fromkeys(args[::2])
     sizes = [] if {"--num-kv-blocks", "--kv-memory-bytes"} & given.keys() else ["--num-kv-blocks", "64"]
-    ran = cli(world, "--model", tiny_llama_dir, *sizes, "--requests", "2", *args, "--json")
+    number = [] if "--prompt" in given else ["--requests", "2"]
+    ran = cli(world, "--model", tiny_llama_dir, *sizes, *number, *args, "--json")
     ran.is_error(*words)
     assert list(Path.home().rglob("record.json")) == []  # nothing was saved
 
