@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -260,8 +261,10 @@ def _put(source: Path, target: Path) -> None:
         try:
             source.rename(target)
             return
-        except OSError:
-            if not source.is_dir() or not target.exists():
+        except OSError as error:
+            # a target that was in the way may be gone by now: another process has just moved it
+            in_the_way = error.errno in (errno.ENOTEMPTY, errno.EEXIST) or target.exists()
+            if not source.is_dir() or not in_the_way:
                 raise
         old = Path(tempfile.mkdtemp(prefix=".old.", dir=target.parent.parent))
         try:

@@ -24,7 +24,9 @@ class Static(Technique):
 
     class Options(technique.Options):
         batch_size: int = Field(16, ge=1, description="most sequences in a batch")
-        max_wait_s: float = Field(0.0, ge=0, description="wait this long after the first arrival for a full batch")
+        max_wait_s: float = Field(
+            0.0, ge=0, allow_inf_nan=False, description="wait this long after the first arrival for a full batch"
+        )
 
     options: Options
 

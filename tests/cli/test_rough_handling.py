@@ -33,6 +33,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (("--output-len", "9" * 30), ("--output-len", "at most")),
         (("--rate", "1e-320"), ("--rate", "1e-9")),
         (("--scheduler", "continuous:chunk_size"), ("--scheduler", "has no value")),
+        (("--scheduler", "static:max_wait_s=inf"), ("--scheduler", "max_wait_s", "finite")),
         (("--dtype", "int8"), ("dtype='int8'",)),
         (("--op-time", "roofline:foo=1"), ("--op-time-model", "foo")),
     ],

@@ -55,10 +55,10 @@ def test_a_mistake_names_option_value_and_fix(name: str, value: Any, fix: str) -
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**{name: value})
     text = str(caught.value)
-    assert caught.value.option == name and text.startswith(f"{name}=")
+    assert caught.value.option == name and text.startswith((f"{name}=", f"{name}: "))
     assert fix in text and "\n" not in text
     shown = (value,) if name == "stop" and isinstance(value, str) else value
-    assert repr(shown) in text
+    assert value is None or repr(shown) in text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -254,6 +255,23 @@ def test_two_processes_save_list_and_delete_at_once(store: RunStore) -> None:
         record = store.load(summary.id)
         assert record.requests[0].request_id == record.name  # never half of one and half of the other
     assert sorted(p.name for p in store.root.iterdir()) == ["index.sqlite", "runs", "trash"]
+
+
+def test_a_run_that_another_process_moves_away_meanwhile_is_replaced(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename fails for a folder that is in the way, which is gone when it is looked at."""
+    rename, failed = Path.rename, []
+
+    def first_fails(source: Path, target: Path) -> Path:
+        if target.name == "a" and not failed:
+            failed.append(target)
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", first_fails)
+    store.save(make_record("a"))
+    assert failed and store.load("a").id == "a"
 
 
 FULL_DISK = """
