@@ -60,6 +60,7 @@ class EngineConfig(BaseModel):
     max_model_len: None takes the model's context, lowered if KV memory is smaller.
     num_kv_blocks / kv_memory_bytes: size of the KV pool; None derives it from device memory.
     memory_fraction: share of device memory the engine may use.  tp: tensor-parallel ranks.
+    num_devices: devices in all; None: as many as `tp`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -80,7 +81,7 @@ class EngineConfig(BaseModel):
     kv_memory_bytes: int | None = Field(default=None, ge=1)
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     tp: int = Field(default=1, ge=1)
-    num_devices: int = Field(default=1, ge=1)
+    num_devices: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

@@ -76,6 +76,10 @@ def provision(
     if config.kv_dtype == "auto":
         reasons["kv_dtype"] = f"{setup.model.kv_dtype}: as the activations, or as the quantizer stores it"
     decided = setup.config.model_copy(
-        update={"num_kv_blocks": setup.limits.num_blocks, "kv_dtype": setup.model.kv_dtype}
+        update={
+            "num_kv_blocks": setup.limits.num_blocks,
+            "kv_dtype": setup.model.kv_dtype,
+            "num_devices": config.tp,
+        }
     )
     return replace(setup, config=decided, reasons=reasons)

@@ -103,7 +103,7 @@ def _prepare(
             "ignore_eos", False, "a prediction has no text that could end a request",
             "simulate full lengths (without --stop-at-eos) and give the --output-len you expect",
         )  # fmt: skip
-    if config.num_devices != config.tp:
+    if config.num_devices not in (None, config.tp):
         raise ConfigError(
             "--num-devices", config.num_devices, f"one replica of --tp {config.tp} uses {config.tp} device(s)",
             f"give --num-devices {config.tp}, or --tp {config.num_devices}",

@@ -160,7 +160,7 @@ def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:
 
 def _refuse_unserved(config: EngineConfig) -> None:
     for option, value in (("--tp", config.tp), ("--num-devices", config.num_devices)):
-        if value != 1:
+        if value not in (1, None):
             raise ConfigError(option, value, "the engine runs on one device", "use 1, or simulate it")
     if config.quantizer is not None:
         raise ConfigError(

@@ -170,7 +170,7 @@ def test_progress_is_reported_and_a_stop_leaves_a_valid_record() -> None:
     ("config", "workload", "option"),
     [
         ({"num_devices": 4}, {}, "--num-devices"),
-        ({"tp": 2}, {}, "--num-devices"),
+        ({"tp": 4, "num_devices": 2}, {}, "--num-devices"),
         ({"device": "h1000"}, {}, "--device"),
         ({"scheduler": "continous"}, {}, "--scheduler"),
         ({"op_time": ("oracle",)}, {}, "--op_time-model"),
@@ -186,7 +186,8 @@ def test_what_cannot_be_simulated_is_refused(config: dict[str, Any], workload: d
 def test_tensor_parallel_splits_the_work_and_pays_for_communication() -> None:
     workload = Workload(num_requests=4, input_len=256, output_len=16)
     one = predicted(workload)
-    four = predicted(workload, tp=4, num_devices=4)
+    four = predicted(workload, tp=4)
+    assert four.config["num_devices"] == 4
     assert one.metrics["tpot"]["p50"] / 4 < four.metrics["tpot"]["p50"] < one.metrics["tpot"]["p50"]
     assert four.steps[-1].ops["all_reduce"] > 0 and "all_reduce" not in one.steps[-1].ops
 
