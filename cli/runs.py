@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from twinfer.cli.session import Session
     from twinfer.core.config import EngineConfig
     from twinfer.core.records import RunRecord
+    from twinfer.core.run_store import RunStore
     from twinfer.core.workload import Encode, Workload
 
 
@@ -80,7 +81,9 @@ def compare(
     real: Annotated[
         str | None, typer.Argument(help="A measured run: id, beginning of an id, folder, or 'latest' (measured one).")
     ] = None,
-    predicted: Annotated[str | None, typer.Argument(help="A predicted run, likewise.")] = None,
+    predicted: Annotated[
+        str | None, typer.Argument(help="A predicted run, likewise; 'latest' is the newest of the same settings.")
+    ] = None,
     list_runs: Annotated[bool, typer.Option("--list", help="List the stored runs instead.")] = False,
 ) -> None:
     """Put a measured run beside its prediction, with the error of every metric.
@@ -114,7 +117,11 @@ def compare(
             raise ConfigError(
                 option, scenario.given[more[0]], "stored runs are compared as they are", "leave it out, or the two runs"
             )
-        records = [store.load(real, "engine"), store.load(predicted, "simulator")]
+        measured = store.load(real, "engine")
+        records = [
+            measured,
+            _latest_of(store, measured) if predicted == "latest" else store.load(predicted, "simulator"),
+        ]
     else:
         if scenario.model is None:
             raise ConfigError("--model", None, "nothing to compare", "give two stored runs, or --model for making both")
@@ -130,11 +137,29 @@ def compare(
     if scenario.as_json:
         show.print_json(comparison_payload(joined, records))
         return
+    if joined.settings:
+        print(f"not the same run: {len(joined.settings)} settings differ (below the table)")
     show.print_table(show.comparison_table(joined))
     for name, (a, b) in joined.settings.items():
         print(f"differs: {name}: {a} / {b}")
     for note in joined.notes:
         print(f"note: {note}")
+
+
+_NEWEST = 32
+
+
+def _latest_of(store: RunStore, measured: RunRecord) -> RunRecord:
+    """The newest prediction with the settings of `measured`, else the newest there is."""
+    from twinfer.core.compare import differences
+
+    model = measured.config.get("model")
+    alike = [s for s in store.list() if s.world == "simulator" and s.model == model and not s.problem]
+    for summary in alike[:_NEWEST]:
+        record = store.load(summary.id)
+        if not differences(measured, record):
+            return record
+    return store.load("latest", "simulator")
 
 
 def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -> RunRecord:

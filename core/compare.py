@@ -90,7 +90,7 @@ def compare(real: RunRecord, predicted: RunRecord) -> Comparison:
         real_id=real.id,
         predicted_id=predicted.id,
         pairs=tuple(pairs),
-        settings=_differences(real, predicted),
+        settings=differences(real, predicted),
         notes=tuple(_notes(real, predicted)),
     )
 
@@ -117,7 +117,8 @@ def _rank(name: str) -> int:
     return HEADLINE.index(head) if head in HEADLINE else len(HEADLINE)
 
 
-def _differences(real: RunRecord, predicted: RunRecord) -> dict[str, tuple[Any, Any]]:
+def differences(real: RunRecord, predicted: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ: dotted name -> (real, predicted)."""
     ours, theirs = _settings(real), _settings(predicted)
     found = {}
     for key in sorted(ours.keys() | theirs.keys()):
@@ -158,4 +159,4 @@ def _notes(real: RunRecord, predicted: RunRecord) -> Iterator[str]:
         yield f"{missing} predicted metrics were not measured"
 
 
-__all__ = ["HEADLINE", "Comparison", "MetricPair", "compare", "relative_error"]
+__all__ = ["HEADLINE", "Comparison", "MetricPair", "compare", "differences", "relative_error"]

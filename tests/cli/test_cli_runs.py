@@ -84,6 +84,16 @@ def test_runs_are_saved_listed_and_compared(cli: Callable, run: Callable, tmp_pa
     assert "mine" in cli("compare", "--list", "--runs-dir", tmp_path).out
 
 
+def test_latest_prediction_is_the_newest_of_the_same_settings(cli: Callable, run: Callable, tmp_path: Path) -> None:
+    real = run(*SMALL, "--runs-dir", tmp_path, "--json").json
+    twin = ("simulate", "--model", real["config"]["model"], "--num-kv-blocks", "64", *SMALL, "--runs-dir", tmp_path)
+    alike = cli(*twin, "--json").json
+    other = cli(*twin, "--scheduler", "static", "--json").json
+    assert cli("compare", "latest", "latest", "--runs-dir", tmp_path, "--json").json["predicted"]["id"] == alike["id"]
+    unlike = cli("compare", "latest", other["id"], "--runs-dir", tmp_path)
+    assert unlike.out.startswith("not the same run: ") and "differs: config.scheduler.name" in unlike.out
+
+
 def test_compare_makes_both_runs(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
     joined = cli("compare", "--model", tiny_llama_dir, "--num-kv-blocks", "64", *SMALL, "--runs-dir", tmp_path,
                  "--scheduler", "static", "--kv-cache", "contiguous", "--max-model-len", "64", "--json").json  # fmt: skip
