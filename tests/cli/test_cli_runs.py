@@ -148,11 +148,12 @@ def test_defaults_are_those_of_the_core(cli: Callable) -> None:
     from twinfer.core.config import EngineConfig
 
     config = cli(*SIM, *SMALL, "--no-save", "--json").json["config"]
-    decided = {"model", "device", "dtype", "kv_dtype", "max_model_len", "num_kv_blocks"}
+    decided = {"model", "device", "dtype", "kv_dtype", "max_model_len", "num_kv_blocks", "num_devices"}
     default = EngineConfig(model="m").model_dump(mode="json")
     assert {k: v for k, v in config.items() if k not in decided} == {
         k: v for k, v in default.items() if k not in decided
     }
+    assert config["num_devices"] == config["tp"] == 1
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------
