@@ -241,7 +241,8 @@ for i in range(12):
     request = RequestRecord(request_id=who, arrival=0.0)
     for id in (f"{who}-{i}", "shared"):
         store.save(RunRecord(id=id, world="engine", created="2026-01-01", config={}, name=who, requests=[request]))
-    assert len(store.list()) >= i + 1
+    own = {s.id for s in store.list() if s.name == who and s.id != "shared"}
+    assert own == {f"{who}-{j}" for j in range(i + 1) if j % 3 != 2 or j == i}, own
     if i % 3 == 2:
         store.delete(f"{who}-{i}")
 """
