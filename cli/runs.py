@@ -117,6 +117,12 @@ def compare(
             raise ConfigError(
                 option, scenario.given[more[0]], "stored runs are compared as they are", "leave it out, or the two runs"
             )
+        for kind, options in scenario.technique_options.items():
+            for name, value in options.items():
+                raise ConfigError(
+                    f"--{kind}.{name}".replace("_", "-"), value, "stored runs are compared as they are",
+                    "leave it out, or the two runs",
+                )  # fmt: skip
         measured = store.load(real, "engine")
         records = [
             measured,

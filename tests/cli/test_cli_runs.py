@@ -92,6 +92,8 @@ def test_latest_prediction_is_the_newest_of_the_same_settings(cli: Callable, run
     assert cli("compare", "latest", "latest", "--runs-dir", tmp_path, "--json").json["predicted"]["id"] == alike["id"]
     unlike = cli("compare", "latest", other["id"], "--runs-dir", tmp_path)
     assert unlike.out.startswith("not the same run: ") and "differs: config.scheduler.name" in unlike.out
+    ignored = cli("compare", "latest", "latest", "--runs-dir", tmp_path, "--scheduler.chunk-size", "8")
+    assert ignored.code == 2 and "--scheduler.chunk-size=8" in ignored.err
 
 
 def test_compare_makes_both_runs(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
