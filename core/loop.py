@@ -140,12 +140,7 @@ def drive(
                 executor.admit(request, sample_ids(request))
             case Emit(outputs):
                 now = clock()
-                if recorder is not None:
-                    for output in outputs:
-                        recorder.output(output, now)
-                if hook is not None:
-                    for output in outputs:
-                        hook.on_request(event=output)
+                note_outputs(outputs, now, recorder, hook)
                 emit(outputs, now)
             case Launch(plan):
                 start = clock()
@@ -169,6 +164,15 @@ def note_event(event: Event, now: float, recorder: Recorder | None, hook: Any) -
             recorder.submitted(event.request, now)
         if hook is not None:
             hook.on_request(event=event)
+
+
+def note_outputs(outputs: Sequence[Output], now: float, recorder: Recorder | None, hook: Any) -> None:
+    """What every driver does with what the core has to tell: recorder and observers hear of it."""
+    for output in outputs:
+        if recorder is not None:
+            recorder.output(output, now)
+        if hook is not None:
+            hook.on_request(event=output)
 
 
 def sample_ids(request: Request) -> tuple[tuple[str, int], ...]:

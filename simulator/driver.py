@@ -18,7 +18,7 @@ import simpy
 from twinfer.core.core import Core
 from twinfer.core.events import Event, Output, StepDone, Submit
 from twinfer.core.executor import Executor
-from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop, note_event, sample_ids
+from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop, note_event, note_outputs, sample_ids
 from twinfer.core.plan import StepPlan
 from twinfer.core.recorder import Recorder
 from twinfer.core.request import Request
@@ -118,11 +118,7 @@ def engine(
         elif isinstance(effect, Admit):
             executor.admit(effect.request, sample_ids(effect.request))
         elif isinstance(effect, Emit):
-            for output in effect.outputs:
-                if recorder is not None:
-                    recorder.output(output, env.now)
-                if hook is not None:
-                    hook.on_request(event=output)
+            note_outputs(effect.outputs, env.now, recorder, hook)
             if emit is not None:
                 emit(effect.outputs, env.now)
         elif isinstance(effect, Launch):

@@ -149,19 +149,17 @@ def test_import_contracts(root: Path) -> None:
     assert "0 broken" in done.stdout
 
 
+# Put together here, so that this file does not hold what it forbids.
+REGISTRIES = [f"{name}.org" for name in ("pypi", "pythonhosted", "registry.npmjs", "deb.debian", "download.pytorch")]
 FORBIDDEN_TEXT = {
     "a path of one machine": re.compile(r"(?<![\w.}])/(?:work|root|home/\w+|opt|Users)/[\w.]"),
-    "the host of a package registry": re.compile(
-        r"\b(?:pypi\.org|pythonhosted\.org|registry\.npmjs\.org|deb\.debian\.org|download\.pytorch\.org)\b"
-    ),
+    "the host of a package registry": re.compile(r"\b(?:" + "|".join(map(re.escape, REGISTRIES)) + r")\b"),
 }
 
 
 def test_no_machine_paths_or_registry_hosts_in_the_repository(root: Path) -> None:
     found: list[str] = []
     for name in tracked(root):
-        if name == "tests/test_layers.py":
-            continue
         try:
             text = (root / name).read_text()
         except UnicodeDecodeError:
@@ -171,7 +169,7 @@ def test_no_machine_paths_or_registry_hosts_in_the_repository(root: Path) -> Non
     assert not found
 
 
-@pytest.mark.parametrize("text", ["/work/main/x", "see /root/.cache", "https://pypi.org/simple"])
+@pytest.mark.parametrize("text", ["/" + "work/main/x", "see /" + "root/.cache", f"https://{REGISTRIES[0]}/simple"])
 def test_forbidden_text_is_recognised(text: str) -> None:
     assert any(pattern.search(text) for pattern in FORBIDDEN_TEXT.values())
 
