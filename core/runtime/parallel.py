@@ -1,0 +1,68 @@
+"""One rank of a tensor-parallel group: what a model file needs to hold its share of the weights.
+
+Megatron's split (arXiv:1909.08053): projections into heads or MLP columns are cut by rows of the weight, projections
+back by columns, and the partial sums of a block are added up over the ranks.
+
+Invariants
+* `ALONE` changes nothing and costs nothing: a model file is written once, for any number of ranks.
+* Every rank calls the same collectives in the same order: they follow from the plan alone.
+* Whole heads belong to a rank. With more ranks than KV heads each head is held by `size / num_heads` ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from twinfer.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """`rank` of `size`. The base class is the single rank; `tensor_parallel.py` has the one that communicates."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, count: int, what: str) -> int:
+        """`count / size`; ConfigError when the ranks do not divide it."""
+        if count % self.size:
+            raise ConfigError("--tp", self.size, f"does not divide the {count} {what}", "use a divisor of it")
+        return count // self.size
+
+    def kv_heads(self, num_kv_heads: int) -> int:
+        """KV heads of this rank."""
+        return max(1, num_kv_heads // self.size)
+
+    def cut(self, tensor: Tensor, dim: int = 0, what: str = "rows") -> Tensor:
+        """This rank's contiguous share of dimension `dim`."""
+        if self.size == 1:
+            return tensor
+        length = self.share(tensor.shape[dim], what)
+        return tensor.narrow(dim, self.rank * length, length)
+
+    def cut_heads(self, tensor: Tensor, num_heads: int, dim: int = 0) -> Tensor:
+        """This rank's whole heads of dimension `dim`; KV heads are repeated over ranks once ranks outnumber them."""
+        if self.size == 1:
+            return tensor
+        width = tensor.shape[dim] // num_heads
+        if num_heads >= self.size:
+            heads = self.share(num_heads, "heads")
+            return tensor.narrow(dim, self.rank * heads * width, heads * width)
+        if self.size % num_heads:
+            raise ConfigError("--tp", self.size, f"is no multiple of the {num_heads} KV heads", "use a multiple of it")
+        return tensor.narrow(dim, self.rank * num_heads // self.size * width, width)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x` summed over the ranks (in place)."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' `x` joined along the last dimension, in rank order."""
+        return x
+
+
+ALONE = Parallel()
+
+__all__ = ["ALONE", "Parallel"]
