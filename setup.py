@@ -12,6 +12,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 NOT_SHIPPED = ("tests", "docs", "examples", "bench", "build", "dist")
 DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".toml", ".txt", ".md", ".css", ".js", ".html", ".svg", ".png", ".tmpl"}
+SOURCE_SUFFIXES = {".cpp", ".h"}  # compiled on the user's machine
 
 folders = find_packages(str(ROOT), exclude=[pattern for name in NOT_SHIPPED for pattern in (name, f"{name}.*")])
 packages = {"twinfer": ROOT} | {f"twinfer.{name}": ROOT.joinpath(*name.split(".")) for name in sorted(folders)}
@@ -24,7 +25,7 @@ def data_files() -> dict[str, list[str]]:
     for top in sorted({name.split(".")[0] for name in folders}):
         for path in sorted((ROOT / top).rglob("*")):
             hidden = any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-            if path.suffix in DATA_SUFFIXES and path.is_file() and not hidden:
+            if path.suffix in DATA_SUFFIXES | SOURCE_SUFFIXES and path.is_file() and not hidden:
                 home = next(folder for folder in path.parents if folder in homes)
                 found.setdefault(homes[home], []).append(path.relative_to(home).as_posix())
     return found

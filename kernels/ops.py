@@ -2,28 +2,40 @@
 
     x [tokens, hidden]    weights [hidden]
 
-Every function here is plain torch and is the reference of its faster versions.
+float32 on the CPU runs on the native kernels (`native/pointwise.cpp`) where they could be built. All else, and every
+layout they do not take, runs on the torch twin of the same name in `torch_ops.py`, which is also their reference.
+
+Invariants
+* A row's result depends on that row alone, not on the rows beside it or on the number of threads.
+* Results are new tensors; the only argument written is the `residual` of `add_rms_norm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from twinfer.kernels import native, torch_ops
+from twinfer.kernels.torch_ops import ACTIVATIONS
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+_ACT_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # enum Activation in pointwise.cpp
 
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
+_P, _N, _F, _I = c_void_p, c_int64, c_float, c_int
+_SIGNATURES = {
+    "tw_rms_norm": (_P, _P, _P, _N, _N, _N, _F, _F, _I),
+    "tw_add_rms_norm": (_P, _P, _P, _P, _N, _N, _F, _F, _I),
+    "tw_gated": (_P, _P, _N, _N, _N, _I, _I),
 }
-"""By the names of Hugging Face's configurations."""
+
+
+def _function(name: str, x: Tensor) -> Any:
+    """The native function for `x`, None where there is none."""
+    if x.dtype is torch.float32 and x.is_cpu and (library := native.load()) is not None:
+        return library.function(name, _SIGNATURES[name])
+    return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
@@ -31,20 +43,49 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> T
 
     plus_one: multiply by 1 + weight before rounding (Gemma), else by weight after it (Llama).
     """
-    wide = x.float()
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    if plus_one:
-        return (wide * scale).mul_(1.0 + weight.float()).to(x.dtype)
-    return (wide * scale).to(x.dtype).mul_(weight)
+    run = _function("tw_rms_norm", x)
+    if run is None or x.dim() != 2 or x.stride(1) != 1 or not _plain(weight):
+        return torch_ops.rms_norm(x, weight, eps, plus_one)
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=torch.float32)
+    run(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, x.stride(0), eps, 1.0 if plus_one else 0.0,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
     """The norm of `residual + delta`; `residual` becomes that sum in place."""
-    residual.add_(delta)
-    return rms_norm(residual, weight, eps, plus_one)
+    run = _function("tw_add_rms_norm", residual)
+    if (
+        run is None or residual.dim() != 2 or delta.shape != residual.shape or delta.dtype is not torch.float32
+        or not (residual.is_contiguous() and delta.is_contiguous() and _plain(weight))
+    ):  # fmt: skip
+        return torch_ops.add_rms_norm(residual, delta, weight, eps, plus_one)
+    rows, width = residual.shape
+    out = torch.empty((rows, width), dtype=torch.float32)
+    run(
+        residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps,
+        1.0 if plus_one else 0.0, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def gated(gate_up: Tensor, act: str) -> Tensor:
     """`act(gate) * up` of `gate_up [tokens, 2 * width]` (gate first): `[tokens, width]` (arXiv:2002.05202)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.mul(ACTIVATIONS[act](gate), up)
+    run = _function("tw_gated", gate_up)
+    code = _ACT_CODES.get(act)
+    if run is None or code is None or gate_up.dim() != 2 or gate_up.stride(1) != 1 or gate_up.shape[1] % 2:
+        return torch_ops.gated(gate_up, act)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=torch.float32)
+    run(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), code, torch.get_num_threads())
+    return out
+
+
+def _plain(weight: Tensor) -> bool:
+    return weight.dtype is torch.float32 and weight.is_contiguous()
+
+
+__all__ = ["ACTIVATIONS", "add_rms_norm", "gated", "rms_norm"]

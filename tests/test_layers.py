@@ -24,6 +24,7 @@ PURE = frozenset({
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
 
 EDGE = {
+    "cache_folder": "knows where the platform keeps caches",
     "hub": "finds and fetches checkpoints of the model hub",
     "run_store": "keeps runs on disk",
     "run_files": "reads and writes the files of a run",

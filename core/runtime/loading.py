@@ -33,6 +33,7 @@ from twinfer.core.runtime.stop_strings import StoppingExecutor
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
+from twinfer.kernels import native
 
 LongestRequest = Callable[[ModelSpec, Tokenizer], int]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,6 +100,7 @@ def load_engine(
     weights = fetch_weights(config.model)
     tokenizer = load_tokenizer(weights)
     setup = _setup(config, spec, registry, device, tokenizer, longest_request)
+    native.load()  # built here, so that no step waits for a compiler
     model = load_model(setup.model, weights, registry, target, DTYPES[setup.model.dtype])
     executor = _executor(setup, registry, model, tokenizer)
     return Engine(setup, registry, device, spec, weights, tokenizer, model, executor)
@@ -184,6 +186,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
+        "native_kernels": native.why_not() or "used",
         "openmp_spin": os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY", ""),
     }
     if torch.cuda.is_available():

@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from twinfer.core.cache_folder import cache_dir
 from twinfer.core.errors import ModelError, RequestError
 from twinfer.core.runtime.chat_template import render_chat
 from twinfer.core.runtime.gguf_tokenizer import build_bpe, metadata_digest, read_metadata
@@ -197,17 +197,6 @@ def _converted(source: Path, key: str, convert: Any) -> Tokenizer:
 
             shutil.rmtree(partial)
     return _from_directory(folder, converted=True)
-
-
-def cache_dir() -> Path:
-    """The user's cache folder for twinfer, by platform convention."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "twinfer"
 
 
 def _digest_of(folder: Path) -> str:

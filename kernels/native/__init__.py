@@ -1,0 +1,179 @@
+"""CPU kernels in C++: built once by the system's compiler, loaded through ctypes.
+
+`load()` is the library or None; `why_not()` says in words why there is none. Every caller has a torch twin to fall back
+to, so a missing or failing compiler costs speed and nothing else.
+
+Invariants
+* A plain C ABI of pointers, sizes and strides: no headers of Python or torch are needed to build it.
+* Built files lie in the user's cache folder, keyed by sources, flags, compiler and CPU. They are written under another
+  name and renamed, so processes may build at the same time and none reads half a file.
+* OpenMP is the runtime that torch has loaded: torch is imported first, and both name it alike. Kernels take the number
+  of threads as an argument and change no setting of that runtime.
+* Without OpenMP (a compiler that refuses the flag) kernels run on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinfer.core.cache_folder import cache_dir
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+OPTIONAL_FLAGS = (("-march=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+"""Tried in this order until the compiler takes them."""
+
+TIMEOUT_S = 180
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Library:
+    """The loaded kernels. `flags`: what they were built with."""
+
+    path: Path
+    flags: tuple[str, ...]
+    _dll: ctypes.CDLL
+    _functions: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def threaded(self) -> bool:
+        """Whether kernels use more than one thread."""
+        return "-fopenmp" in self.flags
+
+    def function(self, name: str, argtypes: Sequence[Any], restype: Any = None) -> Any:
+        """The C function `name`; looked up and typed the first time. AttributeError when there is none."""
+        found = self._functions.get(name)
+        if found is None:
+            found = getattr(self._dll, name)
+            found.argtypes, found.restype = list(argtypes), restype
+            self._functions[name] = found
+        return found
+
+
+_lock = threading.Lock()
+_tried = False
+_library: Library | None = None
+_reason = ""
+_disabled = False
+
+
+def load() -> Library | None:
+    """The library, built on the first call of the first process; None when it cannot be had (see `why_not`)."""
+    global _tried, _library, _reason
+    if _disabled:
+        return None
+    if not _tried:
+        with _lock:
+            if not _tried:
+                try:
+                    _library, _reason = build(cache_dir() / "native")
+                except Exception as error:  # a cache folder that cannot be written, a library that cannot be loaded
+                    _library, _reason = None, f"native kernels cannot be built: {error}"
+                if _library is None:
+                    log.warning("native CPU kernels are not used: %s", _reason)
+                _tried = True
+    return _library
+
+
+def why_not() -> str:
+    """Why `load()` gives None; empty when it gives a library."""
+    return "switched off" if _disabled else ("" if load() is not None else _reason)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Within it there is no library: everything runs on the torch twins. For whole models: see `ops` for when."""
+    global _disabled
+    before, _disabled = _disabled, True
+    try:
+        yield
+    finally:
+        _disabled = before
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> tuple[Library | None, str]:
+    """(library, "") or (None, reason), with the built file in `folder`."""
+    import torch  # noqa: F401 - its OpenMP runtime has to be there before ours is looked for
+
+    sources = sorted(Path(__file__).parent.glob("*.cpp"))
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
+    if compiler is None:
+        return None, f"no C++ compiler found (looked for {', '.join(compilers)})"
+    key = _key(compiler)
+    for optional in OPTIONAL_FLAGS:
+        flags = FLAGS + optional
+        path = folder / f"{key}-{_digest(' '.join(flags).encode())[:8]}.so"
+        if path.is_file():
+            return Library(path, flags, ctypes.CDLL(str(path))), ""
+    folder.mkdir(parents=True, exist_ok=True)
+    log.warning("building the native CPU kernels with %s (once, a few seconds)", compiler)
+    reason = ""
+    for optional in OPTIONAL_FLAGS:
+        flags = FLAGS + optional
+        path = folder / f"{key}-{_digest(' '.join(flags).encode())[:8]}.so"
+        error = _compile([compiler, *flags], sources, path)
+        if not error:
+            return Library(path, flags, ctypes.CDLL(str(path))), ""
+        reason = reason or f"{Path(compiler).name}: {error}"
+    return None, reason
+
+
+def _compile(command: Sequence[str], sources: Sequence[Path], path: Path) -> str:
+    """Empty when `path` was built, else the compiler's last word."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        done = subprocess.run(
+            [*command, *map(str, sources), "-o", str(partial)],
+            capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            partial.replace(path)
+            return ""
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        return lines[-1].strip() if lines else f"exit status {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _key(compiler: str) -> str:
+    """Digest of everything the built code depends on besides the flags."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for source in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=TIMEOUT_S).stdout
+    digest.update(compiler.encode() + version + _cpu().encode())
+    return digest.hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """What `-march=native` looks at: two machines may share a cache folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("flags", "Features", "model name", "cpu family", "model\t", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
