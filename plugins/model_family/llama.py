@@ -10,6 +10,7 @@ from twinfer.core.technique import Needs, Technique
 if TYPE_CHECKING:
     from twinfer.core.runtime.families import DecoderModel
     from twinfer.core.runtime.linear import LinearFactory
+    from twinfer.core.runtime.parallel import Parallel
     from twinfer.core.runtime.weights import Loader
 
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -65,7 +66,11 @@ class LlamaFamily(Technique):
 
         return expected_tensors(model)
 
-    def build(self, model: ModelSpec, load: Loader, linear: LinearFactory) -> DecoderModel:
+    def build(
+        self, model: ModelSpec, load: Loader, linear: LinearFactory, parallel: Parallel | None = None
+    ) -> DecoderModel:
+        from twinfer.core.runtime.families.decoder import RankLoader
         from twinfer.core.runtime.families.llama import Llama
+        from twinfer.core.runtime.parallel import ALONE
 
-        return Llama(model, load, linear)
+        return Llama(RankLoader(model, load, linear, parallel or ALONE))

@@ -136,7 +136,7 @@ def test_gemma_norms_lose_their_one(tmp_path: Path) -> None:
 
 def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     """A llama-3 file stores its rope scaling as divisors of the frequencies."""
-    from twinfer.core.runtime.families.llama import rope_frequencies
+    from twinfer.core.runtime.rope import rope_frequencies
 
     write_gguf(tmp_path / "m.gguf", random_tensors(), "llama")
     spec = spec_from_gguf(tmp_path / "m.gguf")

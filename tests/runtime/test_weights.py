@@ -69,7 +69,7 @@ def test_fused_projections_are_the_parts(
     x = torch.randn(5, spec.hidden_size)
     prefix = "model.layers.1.self_attn."
     parts = [x @ tensors[f"{prefix}{name}_proj.weight"].T for name in "qkv"]
-    assert torch.allclose(model.layers[1].qkv_proj(x), torch.cat(parts, dim=1), atol=1e-5)
+    assert torch.allclose(model.layers[1].attention.qkv_proj(x), torch.cat(parts, dim=1), atol=1e-5)
     assert torch.allclose(model.lm_head(x), x @ tensors["lm_head.weight"].T, atol=1e-5)
 
 

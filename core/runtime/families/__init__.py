@@ -5,7 +5,8 @@ A family is a technique of kind `model_family` (hook `register_model_family`); t
 
     serves(model) -> bool                               by `ModelSpec.family`
     expected_tensors(model) -> {name: shape}            what a checkpoint must hold
-    build(model, load, linear) -> DecoderModel          `load` fetches tensors in the right dtype, on the device
+    build(model, load, linear, parallel) -> DecoderModel   `load` fetches tensors in the right dtype, on the device;
+                                                        `parallel` says which share of the weights this rank holds
 
 Invariants
 * A built model knows tokens, positions and an `AttentionStep`; it knows no requests, blocks or scheduler.
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from twinfer.core.runtime.attention_torch import AttentionStep
     from twinfer.core.runtime.linear import LinearFactory
+    from twinfer.core.runtime.parallel import Parallel
 
 Mark = Callable[[str], None]
 
@@ -70,14 +72,16 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     linear: LinearFactory | None = None,
+    parallel: Parallel | None = None,
 ) -> DecoderModel:
-    """Weights at `path` as a runnable model of the shapes in `model`.
+    """Weights at `path` as a runnable model of the shapes in `model`; with `parallel`, the share of one rank.
 
     Raises ModelError for a damaged file, missing or misshapen tensors, or a family that is not implemented.
     """
     import torch
 
     from twinfer.core.runtime.linear import dense
+    from twinfer.core.runtime.parallel import ALONE
     from twinfer.core.runtime.weights import Loader, check_tensors, open_weights
 
     family = family_of(model, registry)
@@ -85,5 +89,5 @@ def load_model(
     check_tensors(source, family.expected_tensors(model), family.name)
     load = Loader(source, dtype or torch.float32, device)
     with torch.inference_mode():
-        built: DecoderModel = family(None).build(model, load, linear or dense)
+        built: DecoderModel = family(None).build(model, load, linear or dense, parallel or ALONE)
     return built

@@ -1,0 +1,146 @@
+"""What every decoder model file shares: the two ends of the model, and weights as one rank holds them.
+
+    RankLoader   projections of one tensor-parallel rank, joined where they read the same input
+    Decoder      token table, final norm, LM head and rotary tables; a family adds its layers and its loop
+    AttentionBlock, MLPBlock   what a layer is made of
+
+Invariants
+* Projections into heads or MLP columns are cut by rows, those back to the hidden size by columns, whole heads to a
+  rank; a block returns the sum over the ranks. Norms and the token table are whole on every rank.
+* A bias of a projection back counts once: rank 0 adds it.
+* The LM head is cut by vocabulary where the ranks divide it, else whole on every rank; logits are always whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from twinfer.core.runtime.attention_torch import AttentionStep
+from twinfer.core.runtime.families import Mark
+from twinfer.core.runtime.linear import Linear, LinearFactory, TokenTable, fused
+from twinfer.core.runtime.parallel import ALONE, Parallel
+from twinfer.core.runtime.rope import Rotation, rotary_of
+from twinfer.core.runtime.weights import Loader
+from twinfer.core.spec import ModelSpec
+from twinfer.kernels import ops
+
+Shapes = dict[str, tuple[int, ...]]
+"""Name of a tensor in the checkpoint to its shape."""
+
+
+class AttentionBlock(Protocol):
+    """`x [tokens, hidden]`, already normed, to `[tokens, hidden]`, summed over the ranks."""
+
+    def __call__(self, x: Tensor, layer: int, rotation: Rotation, step: AttentionStep, mark: Mark) -> Tensor: ...
+
+
+class MLPBlock(Protocol):
+    """`x [tokens, hidden]`, already normed, to `[tokens, hidden]`, summed over the ranks."""
+
+    def __call__(self, x: Tensor, mark: Mark) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoader:
+    """Weights of `spec` as one rank holds them."""
+
+    spec: ModelSpec
+    load: Loader
+    linear: LinearFactory
+    parallel: Parallel = ALONE
+
+    def columns(self, op: str, names: Sequence[str], heads: Sequence[int] | None = None) -> Linear:
+        """Projections `names` over one input as one linear `op`; a part without bias counts as zeros.
+
+        heads: number of heads of each, which stay whole; without it, rows are cut evenly.
+        """
+
+        def cut(tensor: Tensor, i: int) -> Tensor:
+            if heads is None:
+                return self.parallel.cut(tensor, 0, "MLP columns")
+            return self.parallel.cut_heads(tensor, heads[i])
+
+        weights = [cut(self.load(f"{name}.weight"), i) for i, name in enumerate(names)]
+        found = [self.load.optional(f"{name}.bias") for name in names]
+        bias = None
+        if any(b is not None for b in found):
+            bias = fused(
+                [cut(b, i) if b is not None else w.new_zeros(len(w))
+                 for i, (b, w) in enumerate(zip(found, weights, strict=True))]
+            )  # fmt: skip
+        return self.linear(op, fused(weights), bias)
+
+    def rows(self, op: str, name: str, num_heads: int | None = None) -> Linear:
+        """The projection `name` back to the hidden size as linear `op`; its outputs are to be summed over the ranks."""
+        weight = self.load(f"{name}.weight")
+        part = (
+            self.parallel.cut(weight, 1, "MLP columns")
+            if num_heads is None
+            else self.parallel.cut_heads(weight, num_heads, 1)
+        )
+        return self.linear(op, part, self.load.optional(f"{name}.bias") if self.parallel.rank == 0 else None)
+
+
+class Decoder:
+    """Ends of a decoder; a family sets `layers` and writes `forward`."""
+
+    def __init__(self, weights: RankLoader) -> None:
+        spec, load, parallel = weights.spec, weights.load, weights.parallel
+        self.spec, self.dtype, self.device, self.parallel = spec, load.dtype, load.device, parallel
+        whole = load("model.embed_tokens.weight")
+        # with one rank a tied table is stored once, in the layout of the head
+        self.table = TokenTable(whole, spec.tie_embeddings and parallel.size == 1)
+        self.head_is_cut = parallel.size > 1 and spec.vocab_size % parallel.size == 0
+        if self.table.head is not None:
+            self.lm_head: Linear = self.table.head
+        else:
+            head = whole if spec.tie_embeddings else load("lm_head.weight")
+            self.lm_head = weights.linear("lm_head", parallel.cut(head) if self.head_is_cut else head, None)
+        self.norm = load("model.norm.weight")
+        self.rotary = rotary_of(spec, load)
+        # rounded to the dtype of the activations, as transformers does
+        self.embed_scale = torch.tensor(spec.embed_scale, dtype=load.dtype).item()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """`tokens [tokens]` to `[tokens, hidden]`, scaled."""
+        x = self.table.embed(tokens)
+        return x if self.embed_scale == 1.0 else x.mul_(self.embed_scale)
+
+    def logits(self, x: Tensor, index: Tensor, mark: Mark) -> Tensor:
+        """Float32 logits `[len(index), vocab]` of rows `index` of the last residual `x [tokens, hidden]`."""
+        spec = self.spec
+        x = ops.rms_norm(x.index_select(0, index), self.norm, spec.norm_eps, spec.norm_plus_one)
+        mark("norms")
+        logits = self.lm_head(x)
+        if self.head_is_cut:
+            logits = self.parallel.all_gather(logits)
+        logits = logits.float()
+        if spec.logit_softcap is not None:
+            logits = logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+        mark("lm_head")
+        return logits
+
+
+def end_shapes(spec: ModelSpec) -> Shapes:
+    """Tensors of the two ends."""
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "model.norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def linear_shapes(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
+    """A projection `[rows, columns]` and its bias."""
+    shapes: Shapes = {f"{name}.weight": (rows, columns)}
+    return shapes | {f"{name}.bias": (rows,)} if bias else shapes
+
+
+__all__ = ["AttentionBlock", "Decoder", "MLPBlock", "RankLoader", "Shapes", "end_shapes", "linear_shapes"]
