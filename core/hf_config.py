@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,13 @@ class _Config:
             raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a number")
         return float(value)
 
+    def must_be(self, key: str, value: Any, *known: Any) -> None:
+        if value not in known:
+            names = " or ".join(repr(v) for v in known if v is not None)
+            raise ModelError(
+                f"{self.name}: config.json has {key}={value!r}, which is not supported; it must be {names}"
+            )
+
 
 def family_of(config: Mapping[str, Any], name: str) -> str:
     """The key of `FAMILIES` that a config belongs to; ModelError when there is none."""
@@ -91,7 +99,7 @@ def _read(c: _Config, family: str) -> ModelSpec:
     query_scalar = c.get("query_pre_attn_scalar") if gemma else None
     mla = _mla(c) if family in ("deepseek_v2", "deepseek_v3") else None
     dtype = _dtype(c)
-    moe = _moe(c, family)
+    moe = _moe(c, family, num_layers)
     block_bits, linear_dtype = _stored_format(c, moe)
     eos = c.get("eos_token_id", [])
     return ModelSpec(
@@ -120,7 +128,7 @@ def _read(c: _Config, family: str) -> ModelSpec:
         layer_windows=_windows(c, family, num_layers),
         attn_softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
-        query_scale=None if query_scalar is None else float(query_scalar) ** -0.5,
+        query_scale=_mla_query_scale(mla, scaling) if mla else query_scalar and float(query_scalar) ** -0.5,
         attention_sinks=family == "gpt_oss",
         embed_scale=hidden**0.5 if gemma else 1.0,
         norms_per_layer=4 if gemma else 2,
@@ -201,10 +209,21 @@ def _mla(c: _Config) -> MLASpec:
         qk_nope_head_dim=c.count("qk_nope_head_dim"),
         qk_rope_head_dim=c.count("qk_rope_head_dim"),
         v_head_dim=c.count("v_head_dim"),
+        interleaved=bool(c.get("rope_interleave", True)),
     )
 
 
-def _moe(c: _Config, family: str) -> MoESpec | None:
+def _mla_query_scale(mla: MLASpec, scaling: Mapping[str, Any] | None) -> float | None:
+    """Scale of the queries when a stretched context raises the temperature of the softmax (yarn, arXiv:2309.00071)."""
+    strength = float((scaling or {}).get("mscale_all_dim") or 0.0)
+    factor = float((scaling or {}).get("factor", 1.0))
+    if not strength or factor <= 1.0:
+        return None
+    mscale = 0.1 * strength * math.log(factor) + 1.0
+    return float((mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * mscale**2)
+
+
+def _moe(c: _Config, family: str, num_layers: int) -> MoESpec | None:
     if family in ("mixtral", "gpt_oss"):
         return MoESpec(
             num_experts=c.count("num_local_experts"),
@@ -213,25 +232,45 @@ def _moe(c: _Config, family: str) -> MoESpec | None:
             bias=family == "gpt_oss",
         )
     if family == "qwen3_moe":
-        if c.get("decoder_sparse_step", 1) != 1 or c.get("mlp_only_layers", []):
-            raise ModelError(f"{c.name}: dense layers between MoE layers are not supported; mlp_only_layers must be []")
+        step, dense = c.count("decoder_sparse_step", 1), c.get("mlp_only_layers", [])
         return MoESpec(
             num_experts=c.count("num_experts", c.get("num_local_experts")),  # the name in transformers 5
             top_k=c.count("num_experts_per_tok"),
             intermediate_size=c.count("moe_intermediate_size"),
+            dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+            renormalize=bool(c.get("norm_topk_prob", False)),
         )
     if family in ("deepseek_v2", "deepseek_v3") and c.get("n_routed_experts"):
-        if c.get("moe_layer_freq", 1) != 1:
-            raise ModelError(f"{c.name}: moe_layer_freq={c.get('moe_layer_freq')} is not supported; it must be 1")
-        return MoESpec(
-            num_experts=c.count("n_routed_experts"),
-            top_k=c.count("num_experts_per_tok"),
-            intermediate_size=c.count("moe_intermediate_size"),
-            num_shared=c.get("n_shared_experts") or 0,
-            first_dense_layers=c.count("first_k_dense_replace", 0),
-            score_bias=family == "deepseek_v3",
-        )
+        return _deepseek_moe(c, family == "deepseek_v3", num_layers)
     return None
+
+
+def _deepseek_moe(c: _Config, v3: bool, num_layers: int) -> MoESpec:
+    first, every = c.count("first_k_dense_replace", 3 if v3 else 0), c.count("moe_layer_freq", 1)
+    scoring, method = c.get("scoring_func"), c.get("topk_method")
+    if v3:
+        c.must_be("scoring_func", scoring, None, "sigmoid")
+        c.must_be("topk_method", method, None, "noaux_tc")
+    else:
+        c.must_be("scoring_func", scoring, None, "softmax")
+        c.must_be("topk_method", method, None, "greedy", "group_limited_greedy")
+        c.must_be("norm_topk_prob", c.get("norm_topk_prob"), None, False)
+    groups = c.count("n_group", 8 if v3 else None) if v3 or method == "group_limited_greedy" else 1
+    return MoESpec(
+        num_experts=c.count("n_routed_experts"),
+        top_k=c.count("num_experts_per_tok"),
+        intermediate_size=c.count("moe_intermediate_size"),
+        num_shared=c.get("n_shared_experts") or 0,
+        first_dense_layers=first,
+        dense_layers=tuple(i for i in range(first, num_layers) if i % every),
+        score_bias=v3,
+        scoring="sigmoid" if v3 else "softmax",
+        renormalize=v3 and bool(c.get("norm_topk_prob", True)),
+        num_groups=groups,
+        top_groups=c.count("topk_group", 4 if v3 else None) if groups > 1 else 1,
+        group_score_top=2 if v3 else 1,
+        scale=c.number("routed_scaling_factor", 2.5 if v3 else 1.0),
+    )
 
 
 def _stored_format(c: _Config, moe: MoESpec | None) -> tuple[float | None, str]:

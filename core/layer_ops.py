@@ -4,7 +4,8 @@
              norms, gate_up_proj, mlp_act, down_proj, all_reduce } x layers, norms, lm_head, sample
 
 MoE layers have router and experts (all expert matrices of one layer) instead of, or with shared experts
-next to, the dense MLP. MLA has q_proj (or q_down_proj, q_up_proj), kv_down_proj and kv_up_proj instead of qkv_proj.
+next to, the dense MLP. MLA has q_proj (or q_down_proj, q_up_proj), kv_down_proj and kv_up_proj instead of qkv_proj;
+kv_up_proj comes after rope_kv_write when the cache holds latents, before it when it holds keys and values.
 
 Invariants
 * Layers that do the same work are one `Op` with `count`; attention of all rows of a step is one `Op`,
@@ -100,9 +101,10 @@ def _make_constants(model: ModelSpec, tp: int) -> _Constants:
         return linear("gate_up_proj", up, h, count), width, linear("down_proj", h, width, count)
 
     if model.mla is not None:
-        before, kv_heads, v_dim = _mla_linears(model.mla, linear, heads, h), 1, model.mla.v_head_dim
+        before, v_dim = _mla_linears(model.mla, linear, heads, h), model.mla.v_head_dim
+        kv_heads, key, value = model.kv_shape(tp)
         rotated = (heads + 1) * model.mla.qk_rope_head_dim
-        projected = heads * model.head_dim + model.kv_values_per_token_layer
+        projected = heads * model.head_dim + kv_heads * (key + value)
     else:
         kv_heads, v_dim = model.kv_heads_per_rank(tp), model.v_dim
         width = heads * model.head_dim + kv_heads * (model.head_dim + v_dim)
@@ -111,8 +113,8 @@ def _make_constants(model: ModelSpec, tp: int) -> _Constants:
     mlps = []
     router, expert_bytes, expert_width, num_dense = None, 0.0, 0, layers
     if model.moe is not None:
-        e, num_dense = model.moe, model.moe.first_dense_layers
-        num_sparse = layers - num_dense
+        e, num_sparse = model.moe, model.num_moe_layers
+        num_dense = layers - num_sparse
         expert_width = -(-e.intermediate_size // tp)
         expert_bytes = (3 if model.gated_mlp else 2) * h * expert_width * block
         router = _Linear("router", e.num_experts, h, e.num_experts * h * act, model.dtype, num_sparse)
@@ -139,7 +141,10 @@ def _mla_linears(m: MLASpec, linear: Callable[[str, int, int], _Linear], heads: 
         if m.q_lora_rank
         else (linear("q_proj", heads * qk, h),)
     )
-    return (*query, linear("kv_down_proj", m.kv_lora_rank + m.qk_rope_head_dim, h))
+    down = linear("kv_down_proj", m.latent_dim, h)
+    if m.absorbed:
+        return (*query, down)
+    return (*query, down, linear("kv_up_proj", heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank))
 
 
 def ops_of_model(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
@@ -173,11 +178,11 @@ def ops_of_model(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
     if shape.copied_slots:
         moved = shape.copied_slots * c.kv
         ops.append(Op("kv_copy", "gather", 0.0, moved, moved, model.kv_dtype, layers, (shape.copied_slots,)))
-    if model.mla is None:
+    if model.mla is not None and model.mla.absorbed:
+        ops += _latent_attention(c, model.mla, rows, t)
+    else:
         for window, count in c.windows:
             ops.append(_attention(c, rows, t, window, count))
-    else:
-        ops += _mla_attention(c, model.mla, rows, t)
     ops.append(c.o_proj.op(t, act))
     if c.router is not None:
         ops += _experts(c, t)
@@ -226,31 +231,36 @@ def _attention(c: _Constants, rows: tuple[RowShape, ...], t: int, window: int | 
     )  # fmt: skip
 
 
-def _mla_attention(c: _Constants, m: MLASpec, rows: tuple[RowShape, ...], t: int) -> list[Op]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+def absorbing_is_cheaper(m: MLASpec, queries: int, end: int) -> bool:
+    """Whether a row of `queries` tokens that ends at position `end` takes fewer FLOPs absorbed than expanded.
 
-    A row is either absorbed (queries move into the latent space, one shared KV head of kv_lora_rank + rope) or
-    expanded (the latent is turned back into per-head K and V); whichever takes fewer FLOPs, as engines choose
-    by row kind: decode rows are absorbed, long prefills expanded.
+    Absorbed, queries move into the latent space and share one KV head of kv_lora_rank + rope; expanded, every latent
+    of the row is turned back into keys and values of all heads. The number of heads cancels.
     """
+    pairs = visible_pairs(queries, end)
+    up = m.kv_lora_rank * (m.qk_nope_head_dim + m.v_head_dim)
+    absorbed = pairs * (m.latent_dim + m.kv_lora_rank) + queries * up
+    return absorbed <= pairs * (m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim) + end * up
+
+
+def _latent_attention(c: _Constants, m: MLASpec, rows: tuple[RowShape, ...], t: int) -> list[Op]:
+    """Multi-head latent attention over stored latents (DeepSeek-V2, arXiv:2405.04434), row by row as is cheaper."""
     heads, act = c.heads, c.act
-    qk, latent = m.qk_nope_head_dim + m.qk_rope_head_dim, m.kv_lora_rank + m.qk_rope_head_dim
+    qk, latent = m.qk_nope_head_dim + m.qk_rope_head_dim, m.latent_dim
     up = m.kv_lora_rank * heads * (m.qk_nope_head_dim + m.v_head_dim)
     expanded_width = heads * (qk + m.v_head_dim)
     flops = read = 0.0
     up_rows = written = 0
     for queries, end in rows:
         pairs = visible_pairs(queries, end)
-        absorbed = 2 * (pairs * heads * (latent + m.kv_lora_rank) + queries * up)
-        expanded = 2 * (pairs * expanded_width + end * up)
-        if absorbed <= expanded:
+        if absorbing_is_cheaper(m, queries, end):
             up_rows += queries
-            flops += absorbed - 2 * queries * up
+            flops += 2 * pairs * heads * (latent + m.kv_lora_rank)
             read += end * c.kv
             written += queries * heads * (m.kv_lora_rank + m.v_head_dim)
         else:
             up_rows += end
-            flops += expanded - 2 * end * up
+            flops += 2 * pairs * expanded_width
             read += end * expanded_width * act
             written += end * expanded_width
     model, layers = c.model, c.model.num_layers

@@ -215,12 +215,12 @@ def _check_tp(spec: ModelSpec, tp: int) -> None:
 def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int, block_size: int) -> dict[str, str]:
     """Arithmetic of the budget's numbers, by their names; kept free of names so that anyone can evaluate it."""
     kv = dtype_bytes(spec.kv_dtype)
-    if spec.mla is not None:
+    heads, key, value = spec.kv_shape(config.tp)
+    if spec.mla is not None and spec.mla.absorbed:
         values = f"({spec.mla.kv_lora_rank} + {spec.mla.qk_rope_head_dim}) * {kv!r}"
         scales = f" + {spec.kv_scale_bytes!r}" if spec.kv_scale_bytes else ""
     else:
-        heads = spec.kv_heads_per_rank(config.tp)
-        values = f"{heads} * ({spec.head_dim} + {spec.v_dim}) * {kv!r}"
+        values = f"{heads} * ({key} + {value}) * {kv!r}"
         scales = f" + {heads} * 2 * {spec.kv_scale_bytes!r}" if spec.kv_scale_bytes else ""
     norms = (spec.num_layers * spec.norms_per_layer + 1) * spec.hidden_size
     tables = spec.other_params() - norms

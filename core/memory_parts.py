@@ -39,7 +39,7 @@ def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs:
         moe = spec.moe
         shared = moe.num_shared * (moe.shared_intermediate_size or moe.intermediate_size)
         wide = moe.top_k * (matrices * -(-moe.intermediate_size // tp) + spec.hidden_size)
-        mlp = max(mlp if moe.first_dense_layers else 0, wide + matrices * -(-shared // tp))
+        mlp = max(mlp if spec.num_moe_layers < spec.num_layers else 0, wide + matrices * -(-shared // tp))
     per_token = (2 * spec.hidden_size + max(attention, mlp)) * act
     logits = max_num_seqs * -(-spec.vocab_size // tp) * dtype_bytes("float32") * LOGIT_COPIES
     return int(max_num_batched_tokens * per_token + logits)

@@ -23,7 +23,12 @@ class MoESpec:
     """Mixture of experts: `num_experts` routed, `top_k` active, `num_shared` always on.
 
     `intermediate_size`: of one routed expert; `shared_intermediate_size`: of one shared expert (0: the same).
+    `dense_layers`: layers with a dense MLP besides the first `first_dense_layers`.
     `bias`: experts and router have biases (GPT-OSS).  `score_bias`: one more value per expert (DeepSeek-V3).
+
+    Routing: `scoring` ("softmax" or "sigmoid") of the router's outputs; the experts lie in `num_groups` groups, of
+    which `top_groups` stay, ranked by the sum of their best `group_score_top` scores; the weights of the chosen
+    experts are divided by their sum when `renormalize`, then multiplied by `scale`.
     """
 
     num_experts: int
@@ -32,8 +37,32 @@ class MoESpec:
     num_shared: int = 0
     shared_intermediate_size: int = 0
     first_dense_layers: int = 0
+    dense_layers: tuple[int, ...] = ()
     bias: bool = False
     score_bias: bool = False
+    scoring: str = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score_top: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("top_k", 1, self.num_experts),
+            ("num_groups", 1, self.num_experts),
+            ("top_groups", 1, self.num_groups),
+            ("group_score_top", 1, self.num_experts // max(1, self.num_groups)),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ModelError(f"{name}={getattr(self, name)} of {self.num_experts} experts must be 1 to {most}")
+        if self.num_experts % self.num_groups:
+            raise ModelError(f"num_groups={self.num_groups} does not divide the {self.num_experts} experts")
+        kept = self.num_experts // self.num_groups * self.top_groups
+        if self.top_k > kept:
+            raise ModelError(f"top_k={self.top_k} experts cannot be chosen from the {kept} of {self.top_groups} groups")
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ModelError(f"scoring={self.scoring!r} is not known; known: softmax, sigmoid")
 
     def experts_touched(self, tokens: int) -> float:
         """Expected number of experts that at least one of `tokens` is routed to, routing uniform."""
@@ -43,13 +72,30 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    absorbed: the cache holds one latent `[kv_lora_rank + qk_rope_head_dim]` per token, whose first part is also the
+    value; else it holds the keys and values of every head, as expanded from it.
+    interleaved: the checkpoint turns dimensions (2i, 2i + 1) together, else (i, i + qk_rope_head_dim / 2).
+    latent_norm: the latent is normed before it is stored.
+    rope_frequencies: angle per position of each of the qk_rope_head_dim / 2 pairs, None for those of the model's base
+    and scaling.  Queries are scaled by `ModelSpec.query_scale` as everywhere.
+    """
 
     kv_lora_rank: int
     q_lora_rank: int | None
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    absorbed: bool = True
+    interleaved: bool = True
+    latent_norm: bool = True
+    rope_frequencies: tuple[float, ...] | None = None
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of what is stored per token when absorbed."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +199,26 @@ class ModelSpec:
 
     # --- KV cache -------------------------------------------------------------------------------
 
+    def kv_shape(self, tp: int = 1) -> tuple[int, int, int]:
+        """(KV heads, width of a key, width of a value) that one layer stores per token on one of `tp` ranks.
+
+        KV heads are split, then replicated once ranks outnumber them. A value width of 0 says that values are the
+        first `kv_lora_rank` elements of the keys: the latent of absorbed MLA, one head that every rank holds whole.
+        """
+        if self.mla is not None and self.mla.absorbed:
+            return 1, self.mla.latent_dim, 0
+        heads = self.num_kv_heads if self.mla is None else self.num_heads
+        return max(1, -(-heads // tp)), self.head_dim, self.v_dim
+
     @property
     def kv_values_per_token_layer(self) -> int:
         """Elements one token adds to the KV cache of one layer (all KV heads, K and V)."""
-        if self.mla is not None:
-            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-        return self.num_kv_heads * (self.head_dim + self.v_dim)
+        heads, key, value = self.kv_shape()
+        return heads * (key + value)
 
     def kv_heads_per_rank(self, tp: int = 1) -> int:
-        """KV heads of one of `tp` ranks: split, then replicated once ranks outnumber them; MLA's latent counts as one."""
-        return 1 if self.mla is not None else max(1, -(-self.num_kv_heads // tp))
+        """KV heads that one of `tp` ranks stores; see `kv_shape`."""
+        return self.kv_shape(tp)[0]
 
     def kv_bytes_per_token_layer(self, kv_dtype: str | None = None, tp: int = 1) -> float:
         """Bytes one token adds to the KV cache of one layer on one rank, scales of the KV format included.
@@ -171,9 +227,8 @@ class ModelSpec:
         """
         kv = kv_dtype or self.kv_dtype
         scale = self.kv_scale_bytes if kv == self.kv_dtype else 0.0
-        if self.mla is not None:
-            return self.kv_values_per_token_layer * dtype_bytes(kv) + scale
-        return self.kv_heads_per_rank(tp) * ((self.head_dim + self.v_dim) * dtype_bytes(kv) + 2 * scale)
+        heads, key, value = self.kv_shape(tp)
+        return heads * ((key + value) * dtype_bytes(kv) + (2 if value else 1) * scale)
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None, tp: int = 1) -> float:
         """Bytes one token adds to the KV cache of one rank, all layers."""
@@ -190,9 +245,11 @@ class ModelSpec:
             q = h * self.num_heads * qk
             if m.q_lora_rank:
                 q = h * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * self.num_heads * qk
-            kv = h * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
+            kv = h * m.latent_dim + (m.kv_lora_rank if m.latent_norm else 0)
             kv += m.kv_lora_rank * self.num_heads * (m.qk_nope_head_dim + m.v_head_dim)
-            return q + kv + self.num_heads * m.v_head_dim * h
+            if self.attention_bias:
+                kv += m.latent_dim + (m.q_lora_rank or 0)
+            return q + kv + self.num_heads * m.v_head_dim * h + (h if self.attention_out_bias else 0)
         qkv_width = self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.v_dim)
         n = h * qkv_width + self.num_heads * self.v_dim * h
         if self.attention_bias:
@@ -206,7 +263,12 @@ class ModelSpec:
         return n
 
     def is_moe(self, layer: int) -> bool:
-        return self.moe is not None and layer >= self.moe.first_dense_layers
+        moe = self.moe
+        return moe is not None and layer >= moe.first_dense_layers and layer not in moe.dense_layers
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.is_moe(layer) for layer in range(self.num_layers))
 
     def mlp_params(self, layer: int, active: bool = False) -> int:
         """Weights of one layer's MLP; with `active`, only those one token passes through."""
@@ -251,10 +313,10 @@ class ModelSpec:
         n = 0
         if self.mla is not None:
             m = self.mla
-            down = self.hidden_size * (m.kv_lora_rank + m.qk_rope_head_dim + (m.q_lora_rank or 0)) + m.kv_lora_rank
+            down = self.hidden_size * (m.latent_dim + (m.q_lora_rank or 0)) + m.kv_lora_rank
             n += self.num_layers * down
         if self.moe is not None:
-            n += (self.num_layers - self.moe.first_dense_layers) * self.hidden_size * self.moe.num_experts
+            n += self.num_moe_layers * self.hidden_size * self.moe.num_experts
         return n
 
     def rank_block_params(self, tp: int = 1) -> float:

@@ -55,7 +55,7 @@ def with_kv(model: ModelSpec, kv: str) -> ModelSpec:
     """The KV cache in `kv`: fp8 with one scale per tensor, int8 with one per token and head, int4 with one per 32 values."""
     if not kv:
         return model
-    width = model.kv_values_per_token_layer if model.mla is not None else max(model.head_dim, model.v_dim)
+    width = max(model.kv_shape()[1:])
     scales = {"fp8": 0, "int8": 1, "int4": -(-width // KV_GROUP)}[kv]
     return replace(model, kv_dtype=kv, kv_scale_bytes=scales * SCALE_BITS / 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,15 @@ def small(**changes: object) -> dict[str, object]:
     return {k: v for k, v in (base | changes).items() if v is not ...}
 
 
+def deepseek(version: str, **changes: object) -> dict[str, object]:
+    base: dict[str, object] = dict(
+        architectures=[f"Deepseek{version}ForCausalLM"], num_hidden_layers=6, kv_lora_rank=32, q_lora_rank=None,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32, n_shared_experts=2, first_k_dense_replace=1, n_group=2, topk_group=1,
+    )  # fmt: skip
+    return small(**(base | changes))
+
+
 def test_config_json_and_folder_are_the_same_model(tmp_path: Path) -> None:
     path = write(tmp_path / "mine", small(torch_dtype="float16"))
     assert resolve_spec(path) == resolve_spec(tmp_path / "mine")
@@ -157,7 +167,11 @@ def test_config_json_and_folder_are_the_same_model(tmp_path: Path) -> None:
         (small(num_key_value_heads=3), "does not divide"), (small(num_hidden_layers=0), "num_layers=0"),
         (small(num_attention_heads=0), "num_heads=0"),
         (small(quantization_config={"quant_method": "hqq"}), "'hqq' are not known; known: fp8, gptq, awq"),
-        (small(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[1]), "mlp_only_layers"),
+        (deepseek("V2", topk_method="noaux_tc"), "topk_method='noaux_tc', which is not supported"),
+        (deepseek("V2", norm_topk_prob=True), "norm_topk_prob=True"),
+        (deepseek("V3", scoring_func="softmax"), "it must be 'sigmoid'"),
+        (deepseek("V3", n_group=3), "num_groups=3 does not divide the 8 experts"),
+        (deepseek("V3", num_experts_per_tok=5, topk_group=1), "top_k=5 experts cannot be chosen from the 4"),
     ],
 )  # fmt: skip
 def test_bad_config_is_a_one_line_model_error(content: object, words: str, tmp_path: Path) -> None:
@@ -300,3 +314,56 @@ def test_shipped_files_are_plain_configs() -> None:
         config = json.loads(path.read_text())
         config.pop("twinfer")
         assert spec_from_hf(config, path.stem) == resolve_spec(path.stem)
+
+
+# --- mixture of experts and latent attention ------------------------------------------------------
+
+
+def test_which_layers_are_sparse() -> None:
+    qwen = dict(
+        architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )  # fmt: skip
+    for changes, sparse in [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        (dict(mlp_only_layers=[0, 4]), [1, 2, 3, 5]),
+        (dict(decoder_sparse_step=2), [1, 3, 5]),
+        (dict(decoder_sparse_step=3, mlp_only_layers=[5]), [2]),
+    ]:
+        model = spec_from_hf(small(**(qwen | changes)), "q")
+        assert [i for i in range(6) if model.is_moe(i)] == sparse
+        assert model.num_moe_layers == len(sparse)
+    for changes, sparse in [({}, [1, 2, 3, 4, 5]), (dict(first_k_dense_replace=2, moe_layer_freq=2), [2, 4])]:
+        model = spec_from_hf(deepseek("V2", **changes), "d")
+        assert [i for i in range(6) if model.is_moe(i)] == sparse
+
+
+def test_routing_fields() -> None:
+    def routing(config: dict[str, object]) -> tuple[object, ...]:
+        moe = spec_from_hf(config, "m").moe
+        assert moe is not None
+        return (moe.scoring, moe.renormalize, moe.num_groups, moe.top_groups, moe.group_score_top, moe.scale)
+
+    assert routing(deepseek("V2")) == ("softmax", False, 1, 1, 1, 1.0), "greedy: groups do not matter"
+    grouped = deepseek("V2", topk_method="group_limited_greedy", routed_scaling_factor=16.0)
+    assert routing(grouped) == ("softmax", False, 2, 1, 1, 16.0)
+    assert routing(deepseek("V3")) == ("sigmoid", True, 2, 1, 2, 2.5)
+    mixtral = small(architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
+    assert routing(mixtral) == ("softmax", True, 1, 1, 1, 1.0)
+    qwen = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert routing(small(**qwen)) == ("softmax", False, 1, 1, 1, 1.0)
+    assert routing(small(**qwen, norm_topk_prob=True))[1] is True
+
+
+def test_scale_of_queries_follows_yarn() -> None:
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    }
+    assert spec_from_hf(deepseek("V3"), "d").query_scale is None
+    scaled = spec_from_hf(deepseek("V3", rope_scaling=yarn), "d").query_scale
+    assert scaled == pytest.approx(24**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert spec_from_hf(deepseek("V3", rope_scaling=yarn | {"mscale_all_dim": 0.0}), "d").query_scale is None

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinfer.core.catalog import resolve_spec, spec_names
+from twinfer.core.layer_ops import absorbing_is_cheaper
 from twinfer.core.spec import MLASpec, ModelSpec, MoESpec
 from twinfer.core.work import Op, RowShape, StepShape, keys_read, scaled, step_ops, total, visible_pairs
 
@@ -280,6 +281,33 @@ def test_mla_prefill_is_expanded() -> None:
     pairs = 4096 * 4097 / 2
     assert one(ops, "attention").flops == 2 * pairs * 128 * (192 + 128)
     assert one(ops, "kv_up_proj").shape == (4096, 128 * 256, 512)
+
+
+def test_mla_naive_caches_heads_and_projects_each_token_once() -> None:
+    mla = MLA.mla
+    assert mla is not None
+    naive = replace(MLA, mla=replace(mla, absorbed=False))
+    heads, width = naive.num_heads, naive.head_dim + naive.v_dim
+    assert naive.kv_shape() == (heads, naive.head_dim, naive.v_dim)
+    assert naive.kv_bytes_per_token() == naive.num_layers * heads * width * 2
+    assert naive.kv_bytes_per_token(tp=2) == naive.kv_bytes_per_token() / 2, "heads are split over ranks"
+    assert MLA.kv_bytes_per_token(tp=2) == MLA.kv_bytes_per_token(), "the latent is not"
+    for shape in (StepShape.decode(1000), StepShape.prefill(300)):
+        ops = {op.name: op for op in step_ops(naive, shape)}
+        t = shape.num_tokens
+        assert ops["kv_up_proj"].shape == (t, heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+        assert ops["attention"].flops == 2 * sum(visible_pairs(q, n) for q, n in shape.rows) * heads * width
+
+
+def test_mla_rows_run_the_cheaper_way() -> None:
+    """Against a count of both ways; the choice does not depend on the number of heads."""
+    mla = MLASpec(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    for queries, end in [(1, 1), (1, 50_000), (8, 900), (100, 100), (170, 170), (200, 4000), (4096, 4096)]:
+        pairs = sum(end - i for i in range(queries))
+        up = 512 * 16 * 256
+        absorbed = pairs * 16 * (576 + 512) + queries * up
+        expanded = pairs * 16 * (192 + 128) + end * up
+        assert absorbing_is_cheaper(mla, queries, end) == (absorbed <= expanded)
 
 
 def test_mla_kv_write_is_the_latent() -> None:
