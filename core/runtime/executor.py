@@ -25,7 +25,7 @@ from twinfer.core.runtime.batch import PackedRow, num_logits, pack
 from twinfer.core.runtime.families import DecoderModel
 from twinfer.core.runtime.kv_storage import KVStorage, Table
 from twinfer.core.runtime.profile import Profile, silent
-from twinfer.core.runtime.sampler import SampleEntry, Sampler
+from twinfer.core.runtime.sampler import SampleEntry, Sampler, Samples
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class TorchExecutor:
         attention: TorchAttention,
         num_blocks: int,
         block_size: int,
-        sampler: Sampler | None = None,
+        sampler: Samples | None = None,
         profile: bool = False,
     ) -> None:
         spec = model.spec
@@ -71,7 +71,7 @@ class TorchExecutor:
         self.kv = KVStorage(
             spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, model.dtype, model.device
         )
-        self.sampler = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
+        self.sampler: Samples = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
         self._states: dict[str, _State] = {}
 
     def admit(self, request: Request, seqs: tuple[tuple[str, int], ...]) -> None:
@@ -157,10 +157,11 @@ class TorchExecutor:
             if row.need is Need.NONE:
                 continue
             state = self._states[row.seq]
+            drafts = num_logits(row.need, len(row.tokens), row.draft) - 1
             entries.append(
                 SampleEntry(
-                    seq=row.seq, request=state.request, index=state.index, position=row.stop - row.draft,
-                    seed=row.seed, output_ids=state.output, prompt_ids=state.request.prompt, num_drafts=row.draft,
+                    seq=row.seq, request=state.request, index=state.index, position=row.stop - drafts,
+                    seed=row.seed, output_ids=state.output, prompt_ids=state.request.prompt, num_drafts=drafts,
                 )
             )  # fmt: skip
             sampled.append(place)
@@ -200,7 +201,7 @@ class TorchExecutor:
             return (
                 f"token id {max(tokens) if max(tokens) >= vocab else min(tokens)} is outside the vocabulary of {vocab}"
             )
-        if row.need is Need.ALL:
+        if row.need is Need.ALL and not self.sampler.serves_all:
             return "logits of all positions are not served"
         if num_logits(row.need, len(tokens), row.draft) > len(tokens):
             return f"{row.draft} drafts in a row of {len(tokens)} tokens"

@@ -29,6 +29,7 @@ from twinfer.core.provision import provision
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel, load_model
+from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.stop_strings import StoppingExecutor
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
 from twinfer.core.setup import Setup
@@ -134,6 +135,13 @@ def _setup(
 
 
 def _executor(setup: Setup, registry: Registry, model: DecoderModel, tokenizer: Tokenizer) -> Executor:
+    return StoppingExecutor(torch_executor(setup, registry, model), tokenizer)
+
+
+def torch_executor(
+    setup: Setup, registry: Registry, model: DecoderModel, sampler: Samples | None = None
+) -> TorchExecutor:
+    """What runs the plans of `setup` on `model`, with a KV pool of its own; `sampler` instead of the usual one."""
     names = registry.names("attention")
     attention = next((t for t in setup.techniques if t.name in names and hasattr(t, "build")), None)
     if attention is None:
@@ -142,11 +150,10 @@ def _executor(setup: Setup, registry: Registry, model: DecoderModel, tokenizer: 
             f"use one of {', '.join(names)}",
         )  # fmt: skip
     # Profiling waits for the device after every op; only a CPU has nothing to wait for.
-    executor = TorchExecutor(
-        model, attention.build(setup.model), setup.limits.num_blocks, setup.block_size,
+    return TorchExecutor(
+        model, attention.build(setup.model), setup.limits.num_blocks, setup.block_size, sampler,
         profile=model.device.type == "cpu",
     )  # fmt: skip
-    return StoppingExecutor(executor, tokenizer)
 
 
 def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:
@@ -202,4 +209,4 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-__all__ = ["Engine", "environment", "load_engine"]
+__all__ = ["Engine", "environment", "load_engine", "torch_executor"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,8 +50,21 @@ class SampleEntry:
     num_drafts: int = 0
 
 
+class Samples(Protocol):
+    """What answers for the rows of a step; `Sampler` is the usual one, `perplexity.py` has one that only scores.
+
+    serves_all: whether rows with `Need.ALL` may come: entries with all tokens but the first counted as drafts.
+    """
+
+    serves_all: bool
+
+    def sample(self, logits: torch.Tensor, entries: Sequence[SampleEntry]) -> list[RowResult]: ...
+
+
 class Sampler:
     """Samples for a whole batch at once; holds no state."""
+
+    serves_all = False
 
     def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
         self.vocab_size = vocab_size

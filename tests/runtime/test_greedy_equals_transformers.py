@@ -16,9 +16,10 @@ import gzip
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,6 +27,11 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.params import SamplingParams
 from twinfer.core.runtime.llm import LLM
 from twinfer.core.runtime.loading import Engine, load_engine
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from twinfer.core.spec import ModelSpec
 
 pytestmark = pytest.mark.model
 
@@ -65,30 +71,13 @@ def engine(smollm2_gguf: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def cases(engine: Engine, smollm2_gguf: Path) -> list[Case]:
+def cases(
+    engine: Engine, smollm2_gguf: Path, transformers_llama: Callable[[ModelSpec, Path], LlamaForCausalLM]
+) -> list[Case]:
     """Prompts and transformers' answers, longest wait of this file (a token at a time, a prompt at a time)."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from twinfer.core.runtime.weights import open_weights
-
-    spec, source = engine.spec, open_weights(smollm2_gguf)
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
-        max_position_embeddings=spec.max_context, rms_norm_eps=spec.norm_eps, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    state = {name: source.get(name) for name in source.names()}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    assert not missing and not unexpected
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not weights
-    model.eval()
+    model = transformers_llama(engine.spec, smollm2_gguf)
     found = []
     with torch.inference_mode():
         for text in human_eval_prompts(NUM_PROMPTS):
