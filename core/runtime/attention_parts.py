@@ -1,6 +1,7 @@
 """How one group of rows of a step reads its keys and attends.
 
-    q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    cache: [slots, kv_heads, head_dim]
+    q: [tokens, heads, head_dim]    k: [tokens, kv_heads, head_dim]    v: [tokens, kv_heads, value_dim]
+    caches: the same per slot; with `values_in_keys` a value is the first value_dim elements of its key
 
 * `PaddedRows`: rows of few queries (decode, verify) with keys as [rows, longest, ...]: a strided view when the rows
   lie at equal distances (contiguous cache), otherwise one gather. The query heads of one KV head are folded into the
@@ -35,7 +36,11 @@ QUERY_BLOCK = 512  # queries of one row whose mask is held at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What attention needs of a model. `windows` has one entry per layer."""
+    """What attention needs of a model.
+
+    windows: one entry per layer.  value_dim: width of a value, 0 for head_dim.
+    values_in_keys: values are the first value_dim elements of the keys (latent attention); nothing else is stored.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -43,6 +48,12 @@ class AttentionShape:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
+    value_dim: int = 0
+    values_in_keys: bool = False
+
+    @property
+    def v_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def group(self) -> int:
@@ -53,7 +64,7 @@ class AttentionShape:
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """`q [rows, kv_heads, queries, dim]` over `k, v [rows, kv_heads, keys, dim]`; `mask` is added to the scores."""
+    """`q [rows, kv_heads, queries, dim]` over `k [rows, kv_heads, keys, dim], v [.., value_dim]`; adds `mask` to scores."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
@@ -67,7 +78,7 @@ class Part(Protocol):
     where: slice | Tensor  # packed tokens this part answers for
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`[tokens of the part, heads, head_dim]`, in the order of `where`."""
+        """`[tokens of the part, heads, value_dim]`, in the order of `where`."""
         ...
 
 
@@ -105,21 +116,23 @@ class PaddedRows:
         s = self.shape
         folded = q[self.where].view(self.rows, self.queries, s.num_kv_heads, s.group, s.head_dim)
         folded = folded.transpose(1, 2).reshape(self.rows, s.num_kv_heads, self.queries * s.group, s.head_dim)
-        out = softmax_attention(folded, self._context(keys), self._context(values), self.mask, s.scale, s.softcap)
-        out = out.reshape(self.rows, s.num_kv_heads, self.queries, s.group, s.head_dim).transpose(1, 2)
-        return out.reshape(self.rows * self.queries, s.num_heads, s.head_dim)
+        all_k = self._context(keys)
+        all_v = all_k[..., : s.v_dim] if s.values_in_keys else self._context(values)
+        out = softmax_attention(folded, all_k, all_v, self.mask, s.scale, s.softcap)
+        out = out.reshape(self.rows, s.num_kv_heads, self.queries, s.group, s.v_dim).transpose(1, 2)
+        return out.reshape(self.rows * self.queries, s.num_heads, s.v_dim)
 
     def _context(self, cache: Tensor) -> Tensor:
-        """`[rows, kv_heads, longest, head_dim]` of one cache tensor `[slots, kv_heads, head_dim]`."""
-        s = self.shape
+        """`[rows, kv_heads, longest, width]` of one cache tensor `[slots, kv_heads, width]`."""
+        s, width = self.shape, cache.shape[-1]
         if self.index is not None:
-            rows = cache.index_select(0, self.index).view(self.rows, self.longest, s.num_kv_heads, s.head_dim)
+            rows = cache.index_select(0, self.index).view(self.rows, self.longest, s.num_kv_heads, width)
         else:
             assert self.strided is not None
             base, distance = self.strided
             slot, head, one = cache.stride()
             rows = cache.as_strided(
-                (self.rows, self.longest, s.num_kv_heads, s.head_dim),
+                (self.rows, self.longest, s.num_kv_heads, width),
                 (distance * slot, slot, head, one),
                 cache.storage_offset() + base * slot,
             )
@@ -171,15 +184,20 @@ class SingleRow:
             self.blocks.append((low, high, seen - self.first, last - self.first, mask))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        s = self.shape
+        row_k = self.context(k, keys)
+        row_v = row_k[..., : self.shape.v_dim] if self.shape.values_in_keys else self.context(v, values)
+        return self.attend(q[self.where], row_k, row_v)
+
+    def context(self, fresh: Tensor, cache: Tensor) -> Tensor:
+        """All keys (or values) of the row, `[keys, kv_heads, width]`."""
         if self.fresh:
-            row_k, row_v = k[self.where], v[self.where]
-        elif self.view is not None:
-            row_k, row_v = keys[self.view], values[self.view]
-        else:
-            row_k, row_v = keys.index_select(0, self.index), values.index_select(0, self.index)
-        row_q = q[self.where].transpose(0, 1)[None]
-        row_k, row_v = row_k.transpose(0, 1)[None], row_v.transpose(0, 1)[None]
+            return fresh[self.where]
+        return cache[self.view] if self.view is not None else cache.index_select(0, self.index)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The row's own `q [queries, heads, head_dim]` over `k, v` of `context`."""
+        s = self.shape
+        row_q, row_k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
         if self.causal:
             out = F.scaled_dot_product_attention(
                 row_q, row_k, row_v, is_causal=True, scale=s.scale, enable_gqa=s.group > 1
@@ -199,7 +217,7 @@ class SingleRow:
             return out[0]
         folded = q.reshape(1, s.num_kv_heads, s.group * queries, s.head_dim)
         tiled = mask.repeat(s.group, 1) if mask is not None else None
-        return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(s.num_heads, queries, s.head_dim)
+        return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(s.num_heads, queries, s.v_dim)
 
 
 def first_key(span: Span, window: int | None) -> int:

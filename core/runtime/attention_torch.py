@@ -1,6 +1,6 @@
 """Attention of a packed batch over the KV storage, in stock torch.
 
-    q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * head_dim]
+    q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * value_dim]
 
 A step is cut once into parts (`attention_parts.py`) that all layers with the same window share: rows of few queries
 and similar context together, longer rows one by one.
@@ -35,7 +35,7 @@ def attention_of(model: ModelSpec) -> TorchAttention:
     return TorchAttention(
         AttentionShape(
             num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, scale=scale,
-            windows=windows, softcap=model.attn_softcap,
+            windows=windows, softcap=model.attn_softcap, value_dim=model.v_dim,
         )
     )  # fmt: skip
 
@@ -66,11 +66,12 @@ class _Step:
         self.shape, self.kv, self.slots = shape, kv, batch.slots
         self.whole = slice(0, batch.num_tokens)
         dtype = kv.keys[0].dtype
-        self.parts = {w: _cut(batch.spans, w, shape, dtype, kv.device) for w in dict.fromkeys(shape.windows)}
+        self.parts = {w: cut(batch.spans, w, shape, dtype, kv.device) for w in dict.fromkeys(shape.windows)}
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.kv.keys[layer].index_copy_(0, self.slots, k)
-        self.kv.values[layer].index_copy_(0, self.slots, v)
+        if not self.shape.values_in_keys:
+            self.kv.values[layer].index_copy_(0, self.slots, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.kv.keys[layer], self.kv.values[layer]
@@ -78,7 +79,7 @@ class _Step:
         where = parts[0].where
         if isinstance(where, slice) and where == self.whole:
             return parts[0].run(q, k, v, keys, values).flatten(1)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(q.shape[0], q.shape[1], self.shape.v_dim)
         for part in parts:
             out[part.where] = part.run(q, k, v, keys, values)
         return out.flatten(1)
@@ -87,9 +88,10 @@ class _Step:
 # --- cutting a step into parts --------------------------------------------------------------------
 
 
-def _cut(
+def cut(
     spans: Sequence[Span], window: int | None, shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> list[Part]:
+    """Parts that together answer for all tokens of `spans`."""
     row_bytes = shape.num_kv_heads * shape.head_dim * dtype.itemsize
     parts: list[Part] = []
     by_length: dict[int, list[Span]] = {}
@@ -136,4 +138,4 @@ def _buckets(spans: list[Span], window: int | None, row_bytes: int) -> list[list
     return [[s] for s in alone] + [sorted(bucket, key=lambda s: s.offset) for bucket in buckets]
 
 
-__all__ = ["AttentionShape", "AttentionStep", "TorchAttention", "attention_of"]
+__all__ = ["AttentionShape", "AttentionStep", "TorchAttention", "attention_of", "cut"]

@@ -68,9 +68,7 @@ class TorchExecutor:
     ) -> None:
         spec = model.spec
         self.model, self.attention, self.profile = model, attention, profile
-        self.kv = KVStorage(
-            spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, model.dtype, model.device
-        )
+        self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device)
         self.sampler: Samples = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
         self._states: dict[str, _State] = {}
 

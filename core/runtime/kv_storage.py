@@ -1,6 +1,6 @@
 """KV memory of one device and the block table of every sequence in it.
 
-    keys, values: per layer [num_blocks * block_size, kv_heads, head_dim]; slot = block * block_size + offset
+    keys, values: per layer [num_blocks * block_size, kv_heads, width]; slot = block * block_size + offset
 
 Invariants
 * A table only grows by `append`, changes by `copy` and ends by `clear` or `drop`; nobody else writes it.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.plan import Copy
+from twinfer.core.spec import ModelSpec
 
 
 class Table:
@@ -67,30 +68,39 @@ class Table:
 class KVStorage:
     """KV tensors of all layers.
 
-    kv_heads and head_dim are those of the stored vectors; dtype is the storage format.
+    kv_heads: of the stored vectors.  head_dim: width of a key.  value_dim: width of a value, None for that of a key;
+    0 where values are part of the keys (latent attention).  dtype: the storage format.
     """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", value_dim: int | None = None,
     ) -> None:  # fmt: skip
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        shape = (num_layers, 2, num_blocks, block_size, kv_heads, head_dim)
+        widths = (head_dim, head_dim if value_dim is None else value_dim)
+        shapes = [(num_layers, num_blocks, block_size, kv_heads, width) for width in widths]
         try:
-            self._all = _zeros(shape, dtype, self.device)
+            self._all = [_zeros(shape, dtype, self.device) for shape in shapes]
         except (MemoryError, torch.OutOfMemoryError) as error:
-            size = math.prod(shape) * dtype.itemsize / 2**30
+            size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize / 2**30
             raise ConfigError(
                 "--num-kv-blocks", num_blocks, f"{size:.1f} GiB of KV memory cannot be had on {self.device}", "lower it"
             ) from error
-        flat = self._all.flatten(2, 3)
-        self.keys: list[Tensor] = [flat[layer, 0] for layer in range(num_layers)]
-        self.values: list[Tensor] = [flat[layer, 1] for layer in range(num_layers)]
+        self.keys, self.values = ([t.flatten(1, 2)[i] for i in range(num_layers)] for t in self._all)
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu", tp: int = 1,
+    ) -> KVStorage:  # fmt: skip
+        """Storage for what `spec` caches on one of `tp` ranks."""
+        heads, key, value = spec.kv_shape(tp)
+        return cls(spec.num_layers, num_blocks, block_size, heads, key, dtype, device, value)
 
     @property
     def nbytes(self) -> int:
-        return self._all.nbytes
+        return sum(tensor.nbytes for tensor in self._all)
 
     def new_table(self) -> Table:
         return Table(self.block_size)
@@ -102,13 +112,15 @@ class KVStorage:
             return
         source = torch.tensor([s for s, _ in pairs], device=self.device)
         target = torch.tensor([t for _, t in pairs], device=self.device)
-        self._all.index_copy_(2, target, self._all.index_select(2, source))
+        for tensor in self._all:
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     def clear_non_finite(self, table: Table) -> None:
         """Zero the NaN and infinite values of one sequence; its other values may be shared and stay."""
         slots = torch.from_numpy(table.slots).to(self.device)
-        flat = self._all.flatten(2, 3)
-        flat.index_copy_(2, slots, flat.index_select(2, slots).nan_to_num(0.0, 0.0, 0.0))
+        for tensor in self._all:
+            flat = tensor.flatten(1, 2)
+            flat.index_copy_(1, slots, flat.index_select(1, slots).nan_to_num(0.0, 0.0, 0.0))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
