@@ -46,6 +46,7 @@ def perplexity(
 
     twinfer perplexity smollm2-135m --text book.txt --attention mqa --max-tokens 20000 --json
     """
+    from twinfer.core.dtypes import canonical_dtype
     from twinfer.core.errors import ConfigError
 
     session: Session = ctx.obj
@@ -53,8 +54,11 @@ def perplexity(
         raise ConfigError("--max-tokens", max_tokens, "nothing to score", "give at least 2")
     content = read_text(text)
     fields: dict[str, Any] = {"model": model}
-    given = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype}
-    fields |= {name: value for name, value in given.items() if value is not None}
+    if device is not None:
+        fields["device"] = device
+    for name, flag, value in (("dtype", "--dtype", dtype), ("kv_dtype", "--kv-dtype", kv_dtype)):
+        if value is not None:
+            fields[name] = value if value == "auto" else canonical_dtype(value, flag)
     for kind, choice in (("attention", attention), ("quantizer", quant)):
         if choice is not None:
             fields[kind] = parse_technique(session, kind, choice)
