@@ -48,6 +48,8 @@ from twinfer.core.policy import KVCache, Limits, Scheduler, View
 from twinfer.core.request import Request, Sequence, Status
 from twinfer.core.seeds import sequence_seed
 
+_RUNNING = Status.RUNNING
+
 
 class Core:
     """One replica. See the module docstring for its rules."""
@@ -175,41 +177,55 @@ class Core:
         plan = self.outstanding.pop(step)
         if len(result.rows) != len(plan.rows):
             raise ProtocolError(f"step {step}: {len(result.rows)} results for {len(plan.rows)} rows")
+        find = self.sequences.get
         for row, res in zip(plan.rows, result.rows, strict=True):
-            seq = self.sequences.get(row.seq)
+            seq = find(row.seq)
             if seq is None:  # aborted, or ended by an earlier step, while this row ran
                 if self.late.get(row.seq) == step:
                     del self.late[row.seq]
                 continue
             if seq.last_step == step:
                 seq.last_step = None
-            if seq.status is Status.RUNNING:
+            if seq.status is _RUNNING:
                 self._row_done(seq, row, res, step)
         self.ledger.pool.step_ended(step)
 
     def _row_done(self, seq: Sequence, row: Row, res: RowResult, step: int) -> None:
-        seq.inflight -= len(row.tokens)
+        _, start, fed, draft, _, _ = row
+        computed = start + len(fed)
+        seq.inflight -= len(fed)
         sampled = seq.awaiting and seq.awaiting[0] == step
         if sampled:
-            seq.awaiting.pop(0)
+            del seq.awaiting[0]
         if res.failure is not None:
             self.finish(seq, "error", res.failure)
             return
         if not sampled:
-            self._advance(seq, row.stop)
+            self._advance(seq, computed)
             return
-        if not res.tokens and res.stopped is None:
+        tokens, output = res.tokens, seq.output
+        if len(tokens) == 1 and res.stopped is None and not draft:
+            token = tokens[0]
+            if token not in seq.stop_ids and computed + 1 < seq.limit:
+                # One more token that ends nothing, as nearly always in decoding.
+                output.append(token)
+                self._outputs.append(TokenDelta(seq.request.id, seq.index, tokens, res.logprobs))
+                self.ledger.commit(seq, seq.computed, computed)
+                seq.computed = computed
+                seq.drafts = res.drafts
+                return
+        if not tokens and res.stopped is None:
             raise ProtocolError(f"step {step}: row {row.seq} needed a token and got none")
-        if len(res.tokens) > row.draft + 1:
-            raise ProtocolError(f"step {step}: row {row.seq} got {len(res.tokens)} tokens for {row.draft} drafts")
-        computed = row.start + len(row.tokens) - row.draft + max(0, len(res.tokens) - 1)
+        if len(tokens) > draft + 1:
+            raise ProtocolError(f"step {step}: row {row.seq} got {len(tokens)} tokens for {draft} drafts")
+        computed += max(0, len(tokens) - 1) - draft
         kept, reason, detail = self._accept(seq, res)
         if kept:
-            tokens, logprobs = res.tokens, res.logprobs
+            logprobs = res.logprobs
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
             self._outputs.append(TokenDelta(seq.request.id, seq.index, tokens, logprobs))
-        self._advance(seq, min(computed, seq.prompt_len + len(seq.output)))
+        self._advance(seq, min(computed, seq.prompt_len + len(output)))
         if reason:
             self.finish(seq, reason, detail)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from twinfer.core.plan import StepResult
 from twinfer.core.request import Request
@@ -55,12 +56,11 @@ class Tick:
 Event = Submit | Abort | StepDone | TransferDone | TransferFailed | Tick
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):  # a tuple, because there is one for every token: the cheapest to make
     """New tokens of sample `index`; `logprobs` has one entry a token when they were asked for."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # not tuple.index, which nobody asks of a delta
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...] = ()
 

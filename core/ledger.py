@@ -24,12 +24,13 @@ from twinfer.core.request import Sequence
 class Table:
     """Blocks of one sequence, and how far they are published."""
 
-    __slots__ = ("blocks", "node", "published")
+    __slots__ = ("blocks", "node", "open", "published")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.published = 0  # leading blocks that are in the prefix tree (or have a twin there)
         self.node: object = None  # tree node of the last of them
+        self.open = 0  # positions from `computed` to here (exclusive) can be written as things stand
 
 
 class Ledger:
@@ -107,6 +108,7 @@ class Ledger:
             if node is None:  # a twin stands in the tree for this block
                 break
             table.node, table.published = node.id, i + 1
+        source.open = 0  # its last block may be shared now
         for block in source.blocks[:count]:
             self.pool.share(block)
         table.blocks.extend(source.blocks[:count])
@@ -115,14 +117,6 @@ class Ledger:
 
     # --- growth ---------------------------------------------------------------------------------
 
-    def writable(self, seq: Sequence, start: int, stop: int) -> bool:
-        """True when positions `start` to `stop` (exclusive) can be written as things stand."""
-        blocks = self.tables[seq.id].blocks
-        if stop > len(blocks) * self.block_size:
-            return False
-        block = blocks[start // self.block_size]
-        return self.pool.refs[block] == 1 and self.pool.node[block] is None
-
     def grow(self, seq: Sequence, start: int, stop: int) -> tuple[Grant | None, Copy | None] | int:
         """Blocks so that positions `start` to `stop` (exclusive) can be written.
 
@@ -130,6 +124,8 @@ class Ledger:
         (then nothing has changed).
         """
         table = self.tables[seq.id]
+        if stop <= table.open and start >= seq.computed:
+            return (None, None)
         size = self.block_size
         blocks = table.blocks
         pool = self.pool
@@ -138,6 +134,7 @@ class Ledger:
         # A published block is never written either, even by its only holder (a fork re-feeds a token).
         shared = index < len(blocks) and (pool.refs[blocks[index]] > 1 or pool.node[blocks[index]] is not None)
         if lacking <= 0 and not shared:
+            table.open = len(blocks) * size
             return (None, None)
         need = max(lacking, 0) + shared
         taken = pool.take(need)
@@ -153,6 +150,7 @@ class Ledger:
             # The source is read by this step before anyone may write it: copies run before rows.
             pool.drop([source])
         blocks.extend(taken)
+        table.open = len(blocks) * size
         grant = Grant(seq.id, self.group, tuple(taken)) if taken else None
         return (grant, copy)
 
@@ -163,9 +161,12 @@ class Ledger:
         table = self.tables[seq.id]
         size = self.block_size
         pool = self.pool
-        for index in range(old // size, -(-new // size)):
-            end = new - index * size
-            pool.fill_to(table.blocks[index], end if end < size else size)
+        if new - old == 1:
+            pool.fill_to(table.blocks[old // size], old % size + 1)
+        else:
+            for index in range(old // size, -(-new // size)):
+                end = new - index * size
+                pool.fill_to(table.blocks[index], end if end < size else size)
         if (table.published + 1) * size > new:
             return
         if not (self.cache.shares_prefixes and seq.request.cache_prefix):
@@ -195,6 +196,13 @@ class Ledger:
             granted = len(table.blocks) * self.block_size
             if seq.computed + seq.inflight > granted:
                 wrong.append(f"{seq_id}: computed {seq.computed} + inflight {seq.inflight} > granted {granted}")
+            for index, block in enumerate(table.blocks[: -(-table.open // self.block_size)]):
+                if (index + 1) * self.block_size > seq.computed and (
+                    self.pool.refs[block] > 1 or self.pool.node[block] is not None
+                ):
+                    wrong.append(f"{seq_id}: block {index} counts as open to writing, but others may read it")
+            if table.open > granted:
+                wrong.append(f"{seq_id}: open to {table.open}, granted {granted}")
             for index, block in enumerate(table.blocks):
                 expected = min(self.block_size, max(0, seq.computed - index * self.block_size))
                 if self.pool.refs[block] == 1 and self.pool.fill[block] < expected:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from twinfer.core.errors import PluginError
@@ -34,6 +35,7 @@ class Planner:
         self.core = core
         self.ledger = core.ledger
         self.now = now
+        self.step = core.num_steps
         self.budget = core.limits.max_num_batched_tokens
         self.rows: list[Row] = []
         self.grants: list[Grant] = []
@@ -41,7 +43,6 @@ class Planner:
         self.moves: list[Move] = []
         self.defer: float | None = None
         self.preempted_any = False
-        self._planned: set[str] = set()  # membership only, never iterated
         self._admitted: list[Sequence] = []
         self._num_admitted_rows = 0
         self._preempted: list[Sequence] = []
@@ -54,43 +55,52 @@ class Planner:
         self._send()
         if core.running or core.waiting:
             view = self._view = core.view(self.now, lambda: self._closed)
+            sequences, rows, max_rows = core.sequences, self.rows, core.limits.max_num_seqs
             for want in self._ask("propose", lambda: core.scheduler.propose(view)):
-                if isinstance(want, Defer):
-                    if want.until > self.now:
-                        self.defer = want.until if self.defer is None else min(self.defer, want.until)
-                    continue
                 if not isinstance(want, Want):
-                    raise PluginError(
-                        f"scheduler proposed {want!r}; propose Want(sequence, num_tokens) or Defer(until)"
-                    )
-                if self.budget <= 0 or len(self.rows) >= core.limits.max_num_seqs:
+                    self._not_a_want(want)
+                    continue
+                if self.budget <= 0 or len(rows) >= max_rows:
                     break
-                if core.sequences.get(want.seq.id) is want.seq:  # else ended, or never of this core
-                    self._consider(want)
+                seq, num_tokens, partial = want
+                if sequences.get(seq.id) is not seq or num_tokens < 1:  # ended, never of this core, or nothing asked
+                    continue
+                if seq.status is _RUNNING:
+                    self._continue(seq, num_tokens, partial)
+                elif seq.status is _WAITING and not self._closed and seq not in self._preempted:
+                    self._admit(seq, want)
         self._settle()
 
-    def _consider(self, want: Want) -> None:
-        seq = want.seq
-        if want.num_tokens < 1 or seq.id in self._planned:
+    def _not_a_want(self, proposed: object) -> None:
+        if not isinstance(proposed, Defer):
+            raise PluginError(f"scheduler proposed {proposed!r}; propose Want(sequence, num_tokens) or Defer(until)")
+        if proposed.until > self.now:
+            self.defer = proposed.until if self.defer is None else min(self.defer, proposed.until)
+
+    def _continue(self, seq: Sequence, asked: int, partial: bool) -> None:
+        """A row for a running sequence, unless it has one already or nothing to feed."""
+        inflight, awaiting, drafts = seq.inflight, seq.awaiting, seq.drafts
+        # With drafts out, how far the cache is valid is known only when the step is done.
+        if inflight and (drafts or seq.last_step == self.step):
             return
-        if seq.status is _RUNNING:
-            # With drafts out, how far the cache is valid is known only when the step is done.
-            if seq.drafts and seq.inflight:
-                return
-            known = seq.prompt_len + len(seq.output)
-            total = known + len(seq.awaiting)
-            start = seq.computed + seq.inflight
-            remaining = (total if total < seq.limit else seq.limit - 1) - start
-            if remaining < 1:
-                return
-            asked = want.num_tokens if want.num_tokens < remaining else remaining
-            n = asked if asked < self.budget else self.budget
-            if n < asked and not want.partial:
-                self._refuse(seq, self._budget_reason(seq, remaining))
-                return
-            self._feed(seq, n, start, known, total)
-        elif seq.status is _WAITING and not self._closed and seq not in self._preempted:
-            self._admit(seq, want)
+        start = seq.computed + inflight
+        known = seq.prompt_len + len(seq.output)
+        total = known + len(awaiting) if awaiting else known
+        remaining = (total if total < seq.limit else seq.limit - 1) - start
+        if remaining == 1 and known == total and not drafts and start >= seq.prompt_len:
+            # The next token of an answer: all that decoding is, and most of what a core does.
+            if start < self.ledger.tables[seq.id].open or self._grow(seq, start, total):
+                self._row(seq, start, (seq.output[-1],), 0, Need.LAST, 1)
+            return
+        if remaining < 1:
+            return
+        if asked > remaining:
+            asked = remaining
+        n = asked if asked < self.budget else self.budget
+        if n < asked and not partial:
+            self._refuse(seq, self._budget_reason(seq, remaining))
+            return
+        self._feed(seq, n, start, known, total)
 
     # --- rows -----------------------------------------------------------------------------------
 
@@ -102,35 +112,15 @@ class Planner:
         drafts: tuple[int, ...] = ()
         if seq.drafts and start + n == total and not seq.awaiting:
             drafts = seq.drafts[: max(0, min(self.budget - n, seq.limit - total - 1))]
-        stop = start + n + len(drafts)
-        ledger = self.ledger
-        if not ledger.writable(seq, start, stop):
-            grown = ledger.grow(seq, start, stop)
-            if isinstance(grown, int) and drafts:  # guesses are not worth anyone's blocks
-                drafts, stop = (), start + n
-                grown = ledger.grow(seq, start, stop)
-            if isinstance(grown, int):
-                if not self._make_room(seq, grown):
-                    return False
-                grown = ledger.grow(seq, start, stop)
-                assert not isinstance(grown, int)
-            grant, copy = grown
-            if grant is not None:
-                self.grants.append(grant)
-            if copy is not None:
-                self.copies.append(copy)
-        self._row(seq, start, n, drafts, known, total)
-        return True
-
-    def _row(self, seq: Sequence, start: int, n: int, drafts: tuple[int, ...], known: int, total: int) -> None:
-        step = self.core.num_steps
+        if drafts and not self._fits(seq, start, start + n + len(drafts)):
+            drafts = ()  # guesses are not worth anyone's blocks
+        if not drafts and not self._grow(seq, start, start + n):
+            return False
         end = start + n
         tokens: Tokens
         if end > known:
             waited = [FromStep(s, seq.id) for s in seq.awaiting]
             tokens = [*seq.tokens(start, known), *waited[max(0, start - known) : end - known]]
-        elif n == 1 and start >= seq.prompt_len:
-            tokens = (seq.output[start - seq.prompt_len],)
         else:
             tokens = seq.tokens(start, end)
         need = Need.NONE
@@ -139,15 +129,45 @@ class Planner:
             if drafts:
                 need = Need.DRAFTS
                 tokens = [*tokens, *drafts]
+        self._row(seq, start, tokens, len(drafts), need, n + len(drafts))
+        return True
+
+    def _row(self, seq: Sequence, start: int, tokens: Tokens, draft: int, need: Need, fed: int) -> None:
+        step = self.step
+        if need is not Need.NONE:
             seq.awaiting.append(step)
-        self.rows.append(Row(seq.id, start, tokens, len(drafts), need, seq.seed))
-        fed = n + len(drafts)
+        self.rows.append(Row(seq.id, start, tokens, draft, need, seq.seed))
         seq.inflight += fed
-        self.budget -= fed
         seq.last_step = step
-        self._planned.add(seq.id)
+        self.budget -= fed
 
     # --- memory ---------------------------------------------------------------------------------
+
+    def _fits(self, seq: Sequence, start: int, stop: int) -> bool:
+        """Blocks for positions `start` to `stop` if they can be had without taking them from anyone."""
+        return self._grown(self.ledger.grow(seq, start, stop)) == 0
+
+    def _grow(self, seq: Sequence, start: int, stop: int) -> bool:
+        """Blocks for positions `start` to `stop`, if need be of others; False when there are none."""
+        lacking = self._grown(self.ledger.grow(seq, start, stop))
+        if not lacking:
+            return True
+        if not self._make_room(seq, lacking):
+            return False
+        lacking = self._grown(self.ledger.grow(seq, start, stop))
+        assert not lacking
+        return True
+
+    def _grown(self, grown: tuple[Grant | None, Copy | None] | int) -> int:
+        """Takes note of what the ledger gave; the blocks that it lacks."""
+        if isinstance(grown, int):
+            return grown
+        grant, copy = grown
+        if grant is not None:
+            self.grants.append(grant)
+        if copy is not None:
+            self.copies.append(copy)
+        return 0
 
     def _make_room(self, seq: Sequence, lacking: int) -> bool:
         """Preempt what the policy names until `seq` can grow; False when it cannot (or gave way itself)."""
@@ -160,7 +180,7 @@ class Planner:
                 raise PluginError(f"scheduler named {victim!r} as a victim; name a Sequence of the view")
             if self.core.sequences.get(victim.id) is not victim:
                 continue
-            if victim.status is not _RUNNING or victim.inflight or victim.id in self._planned:
+            if victim.status is not _RUNNING or victim.inflight:
                 continue
             self.core.preempt(victim)
             self._preempted.append(victim)
@@ -280,20 +300,14 @@ class Planner:
 
     def _ask(self, method: str, call: Callable[[], Iterable[_T]]) -> Iterator[_T]:
         """What the scheduler answers; what it raises becomes a PluginError that names it."""
-        try:
+        try:  # what the planner raises between two answers does not come through here
             answers = iter(call())
+            # A policy may name anything any number of times, but not for ever.
+            yield from islice(answers, 4 * len(self.core.sequences) + 64)
+            for _ in answers:
+                raise RuntimeError("it answers without end; name each sequence once")
         except Exception as error:
             raise self._plugin_error(method, error) from error
-        # A policy may name anything any number of times, but not for ever.
-        for _ in range(4 * len(self.core.sequences) + 64):
-            try:
-                answer = next(answers)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self._plugin_error(method, error) from error
-            yield answer
-        raise self._plugin_error(method, RuntimeError("it answers without end; name each sequence once"))
 
     def _plugin_error(self, method: str, error: Exception) -> PluginError:
         name = getattr(self.core.scheduler, "name", type(self.core.scheduler).__name__)

@@ -13,8 +13,8 @@ from twinfer.core import ledger as ledger_module
 from twinfer.core.blocks import BlockPool
 from twinfer.core.core import Core
 from twinfer.core.ledger import Ledger
-from twinfer.core.plan import FromStep, StepPlan
-from twinfer.core.planner import Planner
+from twinfer.core.plan import FromStep, Need, StepPlan
+from twinfer.core.planner import Planner, Tokens
 from twinfer.core.request import Sequence
 
 Patch = pytest.MonkeyPatch
@@ -37,7 +37,6 @@ def no_copy_on_write(patch: Patch) -> None:
         return grow(self, seq, start, stop)
 
     patch.setattr(Ledger, "grow", careless)
-    patch.setattr(Ledger, "writable", lambda self, seq, start, stop: False)
 
 
 def rejected_drafts_are_kept(patch: Patch) -> None:
@@ -72,9 +71,9 @@ def published_before_it_is_there(patch: Patch) -> None:
     """Blocks are shared as soon as they are planned."""
     row = Planner._row
 
-    def early(self: Planner, seq: Sequence, start: int, n: int, drafts: object, known: int, total: int) -> None:
-        row(self, seq, start, n, drafts, known, total)  # type: ignore[arg-type]
-        stop = min(start + n, known)
+    def early(self: Planner, seq: Sequence, start: int, tokens: Tokens, draft: int, need: Need, fed: int) -> None:
+        row(self, seq, start, tokens, draft, need, fed)
+        stop = min(start + fed - draft, seq.known)
         for index in range(seq.computed // self.ledger.block_size, -(-stop // self.ledger.block_size)):
             end = min(self.ledger.block_size, stop - index * self.ledger.block_size)
             block = self.ledger.tables[seq.id].blocks[index]
@@ -121,9 +120,9 @@ def chunks_skip_a_token(patch: Patch) -> None:
     """Off by one after a chunk."""
     row = Planner._row
 
-    def skipping(self: Planner, seq: Sequence, start: int, n: int, drafts: object, known: int, total: int) -> None:
-        shift = 1 if n > 2 and start else 0
-        row(self, seq, start + shift, n - shift, drafts, known, total)  # type: ignore[arg-type]
+    def skipping(self: Planner, seq: Sequence, start: int, tokens: Tokens, draft: int, need: Need, fed: int) -> None:
+        shift = 1 if fed - draft > 2 and start else 0
+        row(self, seq, start + shift, tokens[shift:], draft, need, fed - shift)
 
     patch.setattr(Planner, "_row", skipping)
 

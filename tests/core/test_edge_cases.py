@@ -328,6 +328,16 @@ def _miscount_held(core: Core) -> None:
     core.ledger.pool.held -= 1
 
 
+def _open_what_can_be_hit(core: Core) -> None:
+    table = core.ledger.tables["a"]
+    core.ledger.pool.refs[table.blocks[-1]] += 1
+    core.ledger.pool.in_flight[next(iter(core.outstanding))] = [table.blocks[-1]]
+
+
+def _open_what_is_not_granted(core: Core) -> None:
+    core.ledger.tables["a"].open += 1
+
+
 def _miscount_used(core: Core) -> None:
     core.ledger.pool.used += 1
 

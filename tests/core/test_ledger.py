@@ -30,6 +30,15 @@ def admit_and_commit(ledger: Ledger, seq: Sequence) -> None:
     seq.computed = seq.known
 
 
+def writable(ledger: Ledger, seq: Sequence, start: int, stop: int) -> bool:
+    """By definition: there are blocks, nobody else refers to them, and none can be hit."""
+    blocks = ledger.tables[seq.id].blocks[start // ledger.block_size : -(-stop // ledger.block_size)]
+    free = [ledger.pool.refs[block] == 1 and ledger.pool.node[block] is None for block in blocks]
+    if start >= seq.computed and stop <= ledger.tables[seq.id].open:
+        assert all(free), "`open` must not promise more"
+    return all(free) and stop <= len(ledger.tables[seq.id].blocks) * ledger.block_size
+
+
 def test_blocks_of_known_lengths() -> None:
     """Lengths 100, 50 and 200 at block size 16: 7 + 4 + 13 = 24 blocks."""
     ledger = make_ledger(block_size=16)
@@ -120,7 +129,8 @@ def test_a_fork_shares_the_prompt_and_copies_before_it_writes(length: int) -> No
     else:
         assert copy is None and grant is not None and len(grant.blocks) == 1
     # After that neither holds a block the other may write.
-    assert ledger.writable(fork, length - 1, length)
+    assert writable(ledger, fork, length - 1, length)
+    assert ledger.tables["a/1"].open == (index + 1) * 4 and ledger.tables["a"].open == 0, "the leader looks again"
     assert set(ledger.tables["a"].blocks[index:]).isdisjoint(ledger.tables["a/1"].blocks)
     for seq in (leader, fork):
         ledger.release(seq, None)
@@ -131,7 +141,7 @@ def test_a_published_block_is_copied_even_by_its_only_holder() -> None:
     ledger = make_ledger()
     seq = make_sequence("a", 4)
     admit_and_commit(ledger, seq)
-    assert not ledger.writable(seq, 3, 4)
+    assert not writable(ledger, seq, 3, 4)
     grown = ledger.grow(seq, 3, 4)
     assert not isinstance(grown, int) and grown[1] == Copy("a", 0, 0, 0, 1)
     assert ledger.hits(make_sequence("b", 5)) == [0], "the published one stays as it was"
