@@ -14,6 +14,7 @@ from typing import Any
 
 from twinfer.core.dtypes import BYTES, canonical_dtype
 from twinfer.core.errors import ConfigError, ModelError
+from twinfer.core.hf_rope import read_rope
 from twinfer.core.spec import MLASpec, ModelSpec, MoESpec
 
 FAMILIES = {
@@ -23,6 +24,25 @@ FAMILIES = {
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
 }  # fmt: skip
 """model_type -> architecture class, as in config.json."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "qwen3_moe": {"sliding_window": 4096},
+    "gpt_oss": {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5},
+}  # fmt: skip
+"""What Hugging Face's configuration class of a family assumes where config.json says nothing (null is something)."""
 
 MOST_LAYERS = 10_000
 
@@ -83,7 +103,7 @@ def spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     """
     family = family_of(config, name)
     try:
-        return _read(_Config(config, name), family)
+        return _read(_Config({**DEFAULTS.get(family, {}), **config}, name), family)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{name}: config.json cannot be understood ({error!r})") from None
 
@@ -92,7 +112,10 @@ def _read(c: _Config, family: str) -> ModelSpec:
     num_layers, hidden, heads = (c.count(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     if num_layers > MOST_LAYERS:
         raise ModelError(f"{c.name}: num_hidden_layers={num_layers} is not plausible; the file is damaged")
-    theta, local_theta, scaling = _rope(c)
+    rope = read_rope(c.values, family, c.name, c.count("max_position_embeddings"))
+    if rope.partial != 1.0 and family != "phi3":
+        raise ModelError(f"{c.name}: partial_rotary_factor={rope.partial} is not known for {FAMILIES[family]}")
+    c.must_be("use_bidirectional_attention", c.get("use_bidirectional_attention"), None, False)
     gemma = family in ("gemma2", "gemma3_text")
     qwen2_bias = family == "qwen2"
     bias = bool(c.get("attention_bias", False))
@@ -113,7 +136,7 @@ def _read(c: _Config, family: str) -> ModelSpec:
         value_dim=mla.v_head_dim if mla else 0,
         intermediate_size=c.count("intermediate_size"),
         vocab_size=c.count("vocab_size"),
-        max_context=c.count("max_position_embeddings"),
+        max_context=rope.max_context,
         tie_embeddings=bool(c.get("tie_word_embeddings", gemma)),
         attention_bias=qwen2_bias or bias,
         attention_out_bias=bias and not qwen2_bias,
@@ -121,14 +144,14 @@ def _read(c: _Config, family: str) -> ModelSpec:
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         hidden_act=str(c.get("hidden_activation") or c.get("hidden_act") or "silu"),
         norm_eps=c.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_local_theta=local_theta if family == "gemma3_text" else None,
-        rope_scaling=scaling,
-        partial_rotary=c.number("partial_rotary_factor", 1.0),
+        rope_theta=rope.theta,
+        rope_local_theta=rope.local_theta if family == "gemma3_text" else None,
+        rope_scaling=rope.scaling,
+        partial_rotary=rope.partial if family == "phi3" else 1.0,
         layer_windows=_windows(c, family, num_layers),
         attn_softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
-        query_scale=_mla_query_scale(mla, scaling) if mla else query_scalar and float(query_scalar) ** -0.5,
+        query_scale=_mla_query_scale(mla, rope.scaling) if mla else query_scalar and float(query_scalar) ** -0.5,
         attention_sinks=family == "gpt_oss",
         embed_scale=hidden**0.5 if gemma else 1.0,
         norms_per_layer=4 if gemma else 2,
@@ -146,34 +169,14 @@ def _read(c: _Config, family: str) -> ModelSpec:
 
 def _dtype(c: _Config) -> str:
     given = str(c.get("dtype") or c.get("torch_dtype") or "float32")
+    known = [name for name, size in BYTES.items() if size >= 2]
     try:
-        return canonical_dtype(given)
+        dtype = canonical_dtype(given)
     except ConfigError:
-        raise ModelError(f"{c.name}: config.json has dtype {given!r}; known: {', '.join(BYTES)}") from None
-
-
-def _rope(c: _Config) -> tuple[float, float | None, Mapping[str, Any] | None]:
-    """Base, base of sliding layers, scaling (None for plain rotary)."""
-    theta, local = c.number("rope_theta", 10000.0), c.number("rope_local_base_freq", 10000.0)
-    scaling = c.get("rope_scaling")
-    new = c.get("rope_parameters")
-    for key, value in (("rope_scaling", scaling), ("rope_parameters", new)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ModelError(f"{c.name}: {key}={value!r} is no JSON object; the file is damaged")
-    if isinstance(new, Mapping):
-        if isinstance(new.get("sliding_attention"), Mapping):
-            local = float(new["sliding_attention"].get("rope_theta", local))
-        nested = new.get("full_attention")
-        params = dict(nested if isinstance(nested, Mapping) else new)
-        theta = float(params.pop("rope_theta", theta))
-        scaling = params
-    if not isinstance(scaling, Mapping):
-        return theta, local, None
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return theta, local, None
-    rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")}
-    return theta, local, {**rest, "rope_type": kind}
+        dtype = ""
+    if dtype not in known:
+        raise ModelError(f"{c.name}: config.json has dtype {given!r}; known: {', '.join(known)}")
+    return dtype
 
 
 def _windows(c: _Config, family: str, num_layers: int) -> tuple[int | None, ...]:
@@ -190,8 +193,8 @@ def _windows(c: _Config, family: str, num_layers: int) -> tuple[int | None, ...]
     elif family == "gemma3_text":
         pattern = c.count("sliding_window_pattern", 6)
         slides = [(i + 1) % pattern != 0 for i in range(num_layers)]
-    elif family.startswith("qwen"):
-        slides = [i >= c.count("max_window_layers", num_layers) for i in range(num_layers)]
+    elif family in ("qwen2", "qwen3"):
+        slides = [i >= c.count("max_window_layers") for i in range(num_layers)]
     else:
         slides = [True] * num_layers
     if not any(slides):

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from twinfer.core.errors import ModelError
 
+Packed = Mapping[str, Mapping[str, int]]
+"""Last part of the name of a stored tensor to those of its rows: {"self_attn.qkv_proj": {"self_attn.q_proj": 64, ...}}."""
+
 LISTED = 6  # names shown in an error before "and N more"
 
 
@@ -119,6 +122,50 @@ class SafetensorsWeights:
         handle, stored = self._files[name]
         tensor: Tensor = handle.get_tensor(stored)
         return tensor
+
+
+class Unpacked:
+    """A checkpoint that stores projections joined (Phi-3), answered one by one; only asked for rows are kept."""
+
+    def __init__(self, source: WeightSource, packed: Packed) -> None:
+        self.source, self.path = source, source.path
+        self._parts: dict[str, tuple[str, int, int]] = {}  # name -> stored name, first row, row after the last
+        self._names: list[str] = []
+        self._last: tuple[str, Tensor] | None = None
+        for name in source.names():
+            stored, _, kind = name.rpartition(".")
+            found = next((key for key in packed if stored.endswith(f".{key}")), None)
+            if found is None:
+                self._names.append(name)
+                continue
+            start, rows = 0, sum(packed[found].values())
+            if source.shape(name)[0] != rows:
+                raise ModelError(
+                    f"{self.path}: {name} has {source.shape(name)[0]} rows, "
+                    f"expected {rows} ({' + '.join(map(str, packed[found].values()))})"
+                )
+            for part, length in packed[found].items():
+                full = f"{stored.removesuffix(found)}{part}.{kind}"
+                self._parts[full] = (name, start, start + length)
+                self._names.append(full)
+                start += length
+
+    def names(self) -> Iterable[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._parts:
+            return self.source.shape(name)
+        stored, start, stop = self._parts[name]
+        return (stop - start, *self.source.shape(stored)[1:])
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._parts:
+            return self.source.get(name)
+        stored, start, stop = self._parts[name]
+        if self._last is None or self._last[0] != stored:  # parts are asked for one after another
+            self._last = stored, self.source.get(stored)
+        return self._last[1][start:stop]
 
 
 def check_tensors(source: WeightSource, expected: Mapping[str, tuple[int, ...]], family: str) -> None:

@@ -1,4 +1,5 @@
-"""The Llama family: Llama, Mistral, Qwen2, Qwen3 (dense). The model itself is `core/runtime/families/llama.py`."""
+"""The Llama family: Llama, Mistral, Qwen2, Qwen3 (dense), Phi-3. The model itself is
+`core/runtime/families/llama.py`."""
 
 from __future__ import annotations
 
@@ -6,22 +7,20 @@ from typing import TYPE_CHECKING
 
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs, Technique
+from twinfer.plugins.model_family.limits import reasons_against, reasons_against_moe_and_mla
 
 if TYPE_CHECKING:
     from twinfer.core.runtime.families import DecoderModel
     from twinfer.core.runtime.linear import LinearFactory
     from twinfer.core.runtime.parallel import Parallel
-    from twinfer.core.runtime.weights import Loader
-
-ROPE_KINDS = ("default", "linear", "llama3")
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+    from twinfer.core.runtime.weights import Loader, Packed
 
 
 class LlamaFamily(Technique):
     name = "llama"
-    summary = "Llama, Mistral, Qwen2 and dense Qwen3 decoders (RMSNorm, rotary positions, gated MLP)"
+    summary = "Llama, Mistral, Qwen2, dense Qwen3 and Phi-3 decoders (RMSNorm, rotary positions, gated MLP)"
     reference = "Touvron et al. 2023, arXiv:2302.13971"
-    families = ("llama", "mistral", "qwen2", "qwen3")
+    families = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
     @classmethod
     def serves(cls, model: ModelSpec) -> bool:
@@ -32,32 +31,11 @@ class LlamaFamily(Technique):
         model = needs.model
         if model is None:
             return []
-        reasons = []
-        if "checkpoint_kv_heads" in model.extra:
-            reasons.append(
-                f"--attention {model.attention} asks for {model.num_kv_heads} KV heads, its weights have "
-                f"{model.extra['checkpoint_kv_heads']} and converting them is not implemented; leave num_kv_heads out"
-            )
-        if model.moe is not None:
-            reasons.append("mixture-of-experts layers are not implemented")
-        if model.mla is not None:
-            reasons.append("latent attention (MLA) is not implemented")
-        if not model.gated_mlp:
-            reasons.append("an MLP without gate is not implemented")
+        reasons = reasons_against(model) + reasons_against_moe_and_mla(model)
         if model.norm_plus_one or model.norms_per_layer != 2:
             reasons.append("Gemma's norms are not implemented")
         if model.rope_local_theta is not None:
             reasons.append("a second rotary base for sliding layers is not implemented")
-        if model.attention_sinks:
-            reasons.append("attention sinks are not implemented")
-        if model.v_dim != model.head_dim:
-            reasons.append("value heads of another width than query heads are not implemented")
-        scaling = model.rope_scaling or {}
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind not in ROPE_KINDS:
-            reasons.append(f"rope scaling {kind!r} is not implemented (known: {', '.join(ROPE_KINDS)})")
-        if model.hidden_act not in ACTIVATIONS:
-            reasons.append(f"activation {model.hidden_act!r} is not implemented (known: {', '.join(ACTIVATIONS)})")
         return reasons
 
     @classmethod
@@ -65,6 +43,17 @@ class LlamaFamily(Technique):
         from twinfer.core.runtime.families.llama import expected_tensors
 
         return expected_tensors(model)
+
+    @classmethod
+    def packed_tensors(cls, model: ModelSpec) -> Packed:
+        """Phi-3 stores q, k, v and gate, up as one tensor each."""
+        if model.family != "phi3":
+            return {}
+        q, kv, width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.intermediate_size
+        return {
+            "self_attn.qkv_proj": {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
+            "mlp.gate_up_proj": {"mlp.gate_proj": width, "mlp.up_proj": width},
+        }
 
     def build(
         self, model: ModelSpec, load: Loader, linear: LinearFactory, parallel: Parallel | None = None

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from logits_oracle import TOLERANCE, TinyModel, chunked, prompts, run, tables_for
 
 from twinfer.core.errors import ModelError
-from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.plan import Need
 from twinfer.core.registry import Registry
 from twinfer.core.runtime.attention_torch import attention_of
 from twinfer.core.runtime.batch import PackedRow, pack
 from twinfer.core.runtime.families import load_model
-from twinfer.core.runtime.kv_storage import KVStorage, Table
+from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.runtime.profile import silent
 
-TOLERANCE = 1e-4
-BASE = dict(
-    vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=1,
-    pad_token_id=2,
-)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -48,89 +40,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Loaded:
-    """A tiny random checkpoint in both implementations."""
-
-    def __init__(self, folder: Path, architecture: str, changes: dict[str, Any]) -> None:
-        import transformers
-
-        config = getattr(transformers, f"{architecture}Config")(**(BASE | changes))
-        config._attn_implementation = "eager"
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.reference = getattr(transformers, f"{architecture}ForCausalLM")(config).float().eval()
-            for name, tensor in self.reference.named_parameters():
-                if name.endswith(("bias", "norm.weight")):  # both are constants in a fresh model
-                    tensor.data.add_(torch.randn_like(tensor) * 0.2)
-        self.reference.save_pretrained(folder)
-        self.spec = spec_from_hf(config.to_dict() | {"architectures": [f"{architecture}ForCausalLM"]}, "tiny")
-        self.model = load_model(self.spec, folder, Registry(entry_points=False))
-
-    def expected(self, tokens: Sequence[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.reference(torch.tensor([list(tokens)])).logits[0]
-
-
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
-    made: dict[str, Loaded] = {}
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    made: dict[str, TinyModel] = {}
 
-    def get(case: str) -> Loaded:
+    def get(case: str) -> TinyModel:
         if case not in made:
-            made[case] = Loaded(tmp_path_factory.mktemp(case), *CASES[case])
+            made[case] = TinyModel(tmp_path_factory.mktemp(case), *CASES[case])
         return made[case]
 
     return get
 
 
-def tables_for(kv: KVStorage, lengths: Sequence[int], order: str) -> list[Table]:
-    """Block tables that hold `lengths` tokens: "contiguous", or "shuffled" over the whole pool."""
-    blocks = list(range(kv.num_blocks))
-    if order == "shuffled":
-        random.Random(5).shuffle(blocks)
-    free = iter(blocks)
-    tables = [kv.new_table() for _ in lengths]
-    for table, length in zip(tables, lengths, strict=True):
-        table.append(list(itertools.islice(free, -(-length // kv.block_size))))
-    return tables
-
-
-def run(
-    loaded: Loaded, sequences: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], order: str, block_size: int = 4
-) -> list[torch.Tensor]:
-    """All logits of each sequence, fed in `chunks[i]` pieces; step n feeds the nth chunk of every sequence."""
-    spec = loaded.spec
-    kv = KVStorage(spec.num_layers, 128, block_size, spec.num_kv_heads, spec.head_dim)
-    tables = tables_for(kv, [len(s) for s in sequences], order)
-    attention = attention_of(spec)
-    done = [0] * len(sequences)
-    out: list[list[torch.Tensor]] = [[] for _ in sequences]
-    with torch.inference_mode():
-        for sizes in itertools.zip_longest(*chunks, fillvalue=0):
-            fed = [i for i, size in enumerate(sizes) if size]
-            rows = [PackedRow(sequences[i][done[i] : done[i] + sizes[i]], done[i], Need.ALL, tables[i]) for i in fed]
-            batch = pack(rows)
-            step = attention.step(batch, kv)
-            logits = loaded.model.forward(batch.tokens, batch.positions, step, batch.logits_index, silent)
-            for i, part in zip(fed, logits.split([sizes[i] for i in fed]), strict=True):
-                out[i].append(part.clone())
-                done[i] += sizes[i]
-    assert done == [len(s) for s in sequences]
-    return [torch.cat(parts) for parts in out]
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    rng = random.Random(11)
-    return [[rng.randrange(97) for _ in range(n)] for n in lengths]
-
-
-def chunked(length: int, size: int) -> list[int]:
-    return [min(size, length - at) for at in range(0, length, size)]
-
-
 @pytest.mark.parametrize("order", ["contiguous", "shuffled"])
 @pytest.mark.parametrize("case", CASES)
-def test_mixed_ragged_batch_equals_transformers(loaded: Callable[[str], Loaded], case: str, order: str) -> None:
+def test_mixed_ragged_batch_equals_transformers(loaded: Callable[[str], TinyModel], case: str, order: str) -> None:
     """Prefill, chunks, verify-sized rows and decode rows together in one step."""
     model = loaded(case)
     sequences = prompts(33, 5, 21, 40, 17, 9, 30)
@@ -149,7 +73,7 @@ def test_mixed_ragged_batch_equals_transformers(loaded: Callable[[str], Loaded],
 
 
 @pytest.mark.parametrize("case", ["gqa", "mistral-window"])
-def test_edge_06_every_chunk_size_equals_unchunked(loaded: Callable[[str], Loaded], case: str) -> None:
+def test_edge_06_every_chunk_size_equals_unchunked(loaded: Callable[[str], TinyModel], case: str) -> None:
     model = loaded(case)
     sequence = prompts(23)[0]
     whole = run(model, [sequence], [[23]], "shuffled")[0]
@@ -160,7 +84,7 @@ def test_edge_06_every_chunk_size_equals_unchunked(loaded: Callable[[str], Loade
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-def test_block_size_does_not_matter(loaded: Callable[[str], Loaded], block_size: int) -> None:
+def test_block_size_does_not_matter(loaded: Callable[[str], TinyModel], block_size: int) -> None:
     model = loaded("gqa")
     sequences = prompts(19, 26)
     chunks = [chunked(19, 5), chunked(26, 1)]
@@ -168,7 +92,7 @@ def test_block_size_does_not_matter(loaded: Callable[[str], Loaded], block_size:
         assert (got - model.expected(sequence)).abs().max() <= TOLERANCE
 
 
-def test_logits_only_where_wanted(loaded: Callable[[str], Loaded]) -> None:
+def test_logits_only_where_wanted(loaded: Callable[[str], TinyModel]) -> None:
     """`logits_index` follows the needs, in row order."""
     model = loaded("gqa")
     spec = model.spec
@@ -189,7 +113,7 @@ def test_logits_only_where_wanted(loaded: Callable[[str], Loaded]) -> None:
     assert (logits - expected).abs().max() <= TOLERANCE
 
 
-def test_op_marks_are_those_of_the_work_model(loaded: Callable[[str], Loaded]) -> None:
+def test_op_marks_are_those_of_the_work_model(loaded: Callable[[str], TinyModel]) -> None:
     from twinfer.core.work import StepShape, step_ops
 
     model = loaded("gqa")
@@ -207,7 +131,7 @@ def test_op_marks_are_those_of_the_work_model(loaded: Callable[[str], Loaded]) -
             assert marks.count(op.name) == op.count, op.name
 
 
-def test_bfloat16_is_close(loaded: Callable[[str], Loaded], tmp_path: Path) -> None:
+def test_bfloat16_is_close(loaded: Callable[[str], TinyModel], tmp_path: Path) -> None:
     model = loaded("gqa")
     model.reference.save_pretrained(tmp_path)
     half = load_model(model.spec, tmp_path, Registry(entry_points=False), dtype=torch.bfloat16)
@@ -229,13 +153,13 @@ def test_bfloat16_is_close(loaded: Callable[[str], Loaded], tmp_path: Path) -> N
     ("changes", "words"),
     [
         (dict(family="gpt2"), "no model family serves 'gpt2'"),
-        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope scaling 'yarn' is not implemented"),
+        (dict(rope_scaling={"rope_type": "axial", "factor": 4.0}), "rope scaling 'axial' is not implemented"),
         (dict(hidden_act="relu"), "activation 'relu'"),
         (dict(norms_per_layer=4), "Gemma's norms"),
     ],
 )
 def test_what_is_not_implemented_is_refused(
-    loaded: Callable[[str], Loaded], tmp_path: Path, changes: dict[str, Any], words: str
+    loaded: Callable[[str], TinyModel], tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     from dataclasses import replace
 

@@ -5,6 +5,7 @@ A family is a technique of kind `model_family` (hook `register_model_family`); t
 
     serves(model) -> bool                               by `ModelSpec.family`
     expected_tensors(model) -> {name: shape}            what a checkpoint must hold
+    packed_tensors(model) -> {stored: {part: rows}}     optional: tensors that a checkpoint may hold joined
     build(model, load, linear, parallel) -> DecoderModel   `load` fetches tensors in the right dtype, on the device;
                                                         `parallel` says which share of the weights this rank holds
 
@@ -82,10 +83,13 @@ def load_model(
 
     from twinfer.core.runtime.linear import dense
     from twinfer.core.runtime.parallel import ALONE
-    from twinfer.core.runtime.weights import Loader, check_tensors, open_weights
+    from twinfer.core.runtime.weights import Loader, Unpacked, check_tensors, open_weights
 
     family = family_of(model, registry)
     source = open_weights(path)
+    packed = family.packed_tensors(model) if hasattr(family, "packed_tensors") else {}
+    if packed:
+        source = Unpacked(source, packed)
     check_tensors(source, family.expected_tensors(model), family.name)
     load = Loader(source, dtype or torch.float32, device)
     with torch.inference_mode():

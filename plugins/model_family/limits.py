@@ -1,0 +1,46 @@
+"""What the built-in model files cannot do, in words."""
+
+from __future__ import annotations
+
+from twinfer.core.spec import ModelSpec
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "gguf_factors")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+def reasons_against(model: ModelSpec) -> list[str]:
+    """Reasons that hold for every built-in family."""
+    reasons = []
+    if "checkpoint_kv_heads" in model.extra:
+        reasons.append(
+            f"--attention {model.attention} asks for {model.num_kv_heads} KV heads, its weights have "
+            f"{model.extra['checkpoint_kv_heads']} and converting them is not implemented; leave num_kv_heads out"
+        )
+    if "stored_as" in model.extra:
+        reasons.append(
+            f"its weights are stored as {model.extra['stored_as']}, which the engine cannot read; "
+            "use a checkpoint that is not quantized, or a GGUF file"
+        )
+    if not model.gated_mlp:
+        reasons.append("an MLP without gate is not implemented")
+    if model.attention_sinks:
+        reasons.append("attention sinks are not implemented")
+    scaling = model.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        reasons.append(f"rope scaling {kind!r} is not implemented (known: {', '.join(ROPE_KINDS)})")
+    if model.hidden_act not in ACTIVATIONS:
+        reasons.append(f"activation {model.hidden_act!r} is not implemented (known: {', '.join(ACTIVATIONS)})")
+    return reasons
+
+
+def reasons_against_moe_and_mla(model: ModelSpec) -> list[str]:
+    """Reasons of the families that have dense layers and one QKV projection."""
+    reasons = []
+    if model.moe is not None:
+        reasons.append("mixture-of-experts layers are not implemented")
+    if model.mla is not None:
+        reasons.append("latent attention (MLA) is not implemented")
+    if model.v_dim != model.head_dim:
+        reasons.append("value heads of another width than query heads are not implemented")
+    return reasons

@@ -1,0 +1,10 @@
+"""Makes the helper module of this folder importable: `logits_oracle`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
