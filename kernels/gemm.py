@@ -1,0 +1,207 @@
+"""Matrix products with packed weights, `x [m, k] @ w [n, k].T + bias`, and the torch twins that say what they compute.
+
+    blocks   Q4_0, Q4_1, Q8_0 as a GGUF file stores them: 32 weights share a scale (and a minimum). Activations are
+             rounded to int8 with a scale per row and block of 32.
+    bf16     weights rounded to bfloat16, everything computed in float32.
+    int8     W8A8: a scale per output channel, activations in int8 with a scale per row.
+
+Invariants
+* `Packed.multiply` takes float32 rows of any count on the CPU and allocates nothing but its result.
+* A row's result depends on that row alone, not on the rows beside it or on the number of threads.
+* Packed weights hold the values they were made of exactly; `rows` gives them back.
+* Without native kernels or their instructions `why_not()` has the reason and nothing can be packed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from ctypes import c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from twinfer.kernels import native
+
+BLOCK = 32
+BLOCK_FORMATS: Mapping[str, tuple[int, int]] = {"Q4_0": (0, 18), "Q4_1": (1, 20), "Q8_0": (2, 34)}
+"""GGUF type to (number of the format in gemm_tiles.h, bytes of 32 weights in the file)."""
+
+_BF16, _INT8 = 3, 4
+_CHUNK = 1 << 25  # bytes of one mapping of the arena
+_LINE = 64
+
+_P, _N, _I = c_void_p, c_int64, c_int
+_SIGNATURES = {
+    "tw_gemm": ((_P, _P, _N, _N, _P, _N, _I), None),
+    "tw_gemm_ready": ((), c_int),
+    "tw_blocks_bytes": ((_N, _N, _N), c_int64),
+    "tw_blocks_pack": ((_N, _P, _N, _N, _P, _I), None),
+    "tw_blocks_rows": ((_N, _P, _N, _P, _N, _P), None),
+    "tw_bf16_bytes": ((_N, _N), c_int64),
+    "tw_bf16_pack": ((_P, _N, _N, _P, _I), None),
+    "tw_bf16_rows": ((_P, _N, _P, _N, _P), None),
+    "tw_int8_bytes": ((_N, _N), c_int64),
+    "tw_int8_pack": ((_P, _N, _N, _P, _I), None),
+}
+
+
+def why_not() -> str:
+    """Why there are no packed products here, in words; empty when there are."""
+    if native.load() is None:
+        return native.why_not()
+    if not _function("tw_gemm_ready")():
+        return "this CPU has no AVX-512 with VNNI, which the packed matrix products need"
+    return ""
+
+
+def _function(name: str) -> ctypes._NamedFuncPointer:
+    library = native.load()
+    assert library is not None, native.why_not()
+    found: ctypes._NamedFuncPointer = library.function(name, *_SIGNATURES[name])
+    return found
+
+
+class Arena:
+    """Zeroed memory for packed weights: a few large mappings, in huge pages where the system gives them.
+
+    A step streams all weights once, and a page that is looked up every 2 MiB instead of every 4 KiB makes that stream
+    about a tenth faster here.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """`[num_bytes]` uint8 that starts on a cache line."""
+        size = -(-num_bytes // _LINE) * _LINE
+        if size > len(self._free):
+            mapping = mmap.mmap(-1, max(size, _CHUNK))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+        taken, self._free = self._free[:num_bytes], self._free[size:]
+        return taken
+
+
+class _Weight(ctypes.Structure):
+    """`tiles::Weight` of gemm_tiles.h."""
+
+    _fields_ = [
+        ("format", c_int64), ("n", c_int64), ("k", c_int64), ("data", c_void_p), ("scale", c_void_p),
+        ("bias", c_void_p),
+    ]  # fmt: skip
+
+
+class Packed:
+    """A weight `[n, k]` in the layout of the native kernels."""
+
+    __slots__ = ("_bias", "_data", "_gemm", "_pointer", "_scale", "_weight", "n", "nbytes")
+
+    def __init__(
+        self, code: int, n: int, k: int, data: Tensor, scale: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
+        self.n = n
+        self._data, self._scale = data, scale
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.nbytes = data.numel() + (0 if scale is None else 4 * scale.numel())
+        self._weight = _Weight(
+            code, n, k, data.data_ptr(), 0 if scale is None else scale.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+        )  # fmt: skip
+        self._pointer = ctypes.addressof(self._weight)
+        self._gemm = _function("tw_gemm")
+
+    def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x [m, k]`, float32 with dense rows, to `[m, n]` (a new tensor, or `out` with dense rows)."""
+        m = x.shape[0]
+        if out is None:
+            out = torch.empty((m, self.n), dtype=torch.float32)
+        self._gemm(
+            self._pointer, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), torch.get_num_threads()
+        )
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids [count]` of the weight, `[count, k]` float32."""
+        weight, ids = self._weight, ids.to(torch.int64).contiguous()
+        out = torch.empty((len(ids), weight.k), dtype=torch.float32)
+        if weight.format == _BF16:
+            _function("tw_bf16_rows")(weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr())
+        elif weight.format == _INT8:
+            raise NotImplementedError("rows of an int8 weight")
+        else:
+            _function("tw_blocks_rows")(
+                weight.format, weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr()
+            )
+        return out
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def pack_blocks(kind: str, data: Tensor, arena: Arena, bias: Tensor | None = None) -> Packed:
+    """Blocks `data [n, k / 32, bytes]` (uint8, as in a GGUF file) of type `kind`."""
+    code, num_bytes = BLOCK_FORMATS[kind]
+    n, blocks, width = data.shape
+    assert width == num_bytes and data.dtype is torch.uint8
+    data, k = data.contiguous(), blocks * BLOCK
+    packed = arena.take(_function("tw_blocks_bytes")(code, n, k))
+    _function("tw_blocks_pack")(code, data.data_ptr(), n, k, packed.data_ptr(), torch.get_num_threads())
+    return Packed(code, n, k, packed, bias=bias)
+
+
+def pack_bf16(weight: Tensor, arena: Arena, bias: Tensor | None = None) -> Packed:
+    """`weight [n, k]`, rounded to bfloat16."""
+    n, k = weight.shape
+    rounded = weight.to(torch.bfloat16).contiguous()
+    packed = arena.take(_function("tw_bf16_bytes")(n, k))
+    _function("tw_bf16_pack")(rounded.data_ptr(), n, k, packed.data_ptr(), torch.get_num_threads())
+    return Packed(_BF16, n, k, packed, bias=bias)
+
+
+def pack_int8(weight: Tensor, arena: Arena, bias: Tensor | None = None) -> Packed:
+    """`weight [n, k]`, rounded to int8 by `quantize_int8`."""
+    n, k = weight.shape
+    values, scale = quantize_int8(weight)
+    packed = arena.take(_function("tw_int8_bytes")(n, k))
+    _function("tw_int8_pack")(values.data_ptr(), n, k, packed.data_ptr(), torch.get_num_threads())
+    return Packed(_INT8, n, k, packed, scale, bias)
+
+
+# --- torch twins ----------------------------------------------------------------------------------
+
+
+def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows [..., width]` as int8 and a float32 scale per row `[...]`: largest magnitude / 127, rounded half to even."""
+    most = rows.float().abs().amax(-1)
+    inverse = torch.where(most > 0, 127.0 / most, torch.zeros_like(most))
+    return (rows.float() * inverse[..., None]).round_().to(torch.int8).contiguous(), most / 127.0
+
+
+def blocks_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `pack_blocks` computes for dequantized `weight [n, k]`, up to the rounding of float32 sums."""
+    values, scale = quantize_int8(x.view(*x.shape[:-1], -1, BLOCK))
+    rounded = (values.to(x.dtype) * scale[..., None].to(x.dtype)).view(x.shape)
+    return torch.nn.functional.linear(rounded, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def int8_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `pack_int8` computes for `weight [n, k]`, up to the rounding of float32 products."""
+    values, scale = quantize_int8(x)
+    weights, weight_scale = quantize_int8(weight)
+    product = (values.to(x.dtype) * scale[..., None].to(x.dtype)) @ (weights.to(x.dtype) * weight_scale[:, None]).T
+    return product if bias is None else product + bias
+
+
+def bf16_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `pack_bf16` computes, up to the rounding of float32 sums."""
+    rounded = weight.to(torch.bfloat16).to(x.dtype)
+    return torch.nn.functional.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+
+
+__all__ = [
+    "BLOCK", "BLOCK_FORMATS", "Arena", "Packed", "bf16_reference", "blocks_reference", "int8_reference", "pack_bf16",
+    "pack_blocks", "pack_int8", "quantize_int8", "why_not",
+]  # fmt: skip

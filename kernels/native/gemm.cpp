@@ -1,0 +1,26 @@
+// Matrix products with packed weights: the one entry for every format.
+#include "gemm_tiles.h"
+
+extern "C" {
+
+// 1 where this CPU has the instructions that the kernels are written for (AVX-512 with VNNI).
+int tw_gemm_ready() {
+#ifdef TW_GEMM
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#ifdef TW_GEMM
+// out [m, n] = x [m, k] * w^T + bias; rows of x and out lie `ldx` and `ldo` floats apart.
+void tw_gemm(const tiles::Weight* w, const float* x, int64_t ldx, int64_t m, float* out, int64_t ldo, int threads) {
+    if (m <= 0 || w->n <= 0) return;
+    const tiles::Product product{x, ldx, m, out, ldo, threads};
+    if (w->format == tiles::BF16) tiles::multiply_bf16(*w, product);
+    else if (w->format == tiles::INT8) tiles::multiply_int8(*w, product);
+    else tiles::multiply_blocks(*w, product);
+}
+#endif
+
+}  // extern "C"

@@ -1,0 +1,143 @@
+"""Packed products against float64, on shapes that fill no tile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from twinfer.kernels import gemm, native
+
+SHAPES = [(1, 1, 32), (1, 17, 64), (2, 16, 32), (3, 33, 96), (7, 40, 160), (8, 95, 64), (13, 31, 288), (16, 48, 32),
+          (17, 65, 64), (33, 50, 96), (70, 129, 64), (200, 36, 32)]  # fmt: skip
+FLOAT32 = 2e-6  # relative error of sums of a few hundred float32 products
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    if native.load() is None:
+        pytest.skip(f"no native kernels: {native.why_not()}")
+    if gemm.why_not():
+        pytest.skip(gemm.why_not())
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape and found.dtype is torch.float32
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def _inputs(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(m * 1000 + n + k)
+    x = torch.randn(m, k, generator=generator) * torch.logspace(-3, 2, m)[:, None]
+    if k > 32:
+        x[:, 32:64] *= 30.0  # a block of outliers must not spoil the others
+    return x, torch.randn(n, k, generator=generator) * 0.05, torch.randn(n, generator=generator)
+
+
+def _blocks(kind: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(blocks as in a file, the values they stand for in float64)."""
+    ggml = GGMLQuantizationType[kind]
+    data = quantize(weight.numpy(), ggml)
+    values = torch.from_numpy(dequantize(data, ggml).astype(np.float64))
+    n, k = weight.shape
+    return torch.from_numpy(data).view(n, k // 32, -1), values
+
+
+@pytest.mark.parametrize("kind", sorted(gemm.BLOCK_FORMATS))
+@pytest.mark.parametrize("m,n,k", SHAPES)
+def test_blocks(kind: str, m: int, n: int, k: int) -> None:
+    x, weight, bias = _inputs(m, n, k)
+    data, values = _blocks(kind, weight)
+    packed = gemm.pack_blocks(kind, data, gemm.Arena())
+    assert _error(packed.multiply(x), gemm.blocks_reference(x.double(), values)) < FLOAT32
+    biased = gemm.pack_blocks(kind, data, gemm.Arena(), bias)
+    assert _error(biased.multiply(x), gemm.blocks_reference(x.double(), values, bias)) < FLOAT32
+    # an activation moves by half a step of largest / 127 of its block at most
+    error = (packed.multiply(x) - torch.nn.functional.linear(x.double(), values)).abs()
+    half_step = x.double().view(m, -1, 32).abs().amax(-1) / 254.0
+    bound = half_step @ values.view(n, -1, 32).abs().sum(-1).T
+    assert (error <= 1.001 * bound + 1e-5 * bound.amax()).all()
+
+
+@pytest.mark.parametrize("kind", sorted(gemm.BLOCK_FORMATS))
+def test_rows_give_the_blocks_back(kind: str) -> None:
+    _, weight, _ = _inputs(1, 37, 96)
+    data, values = _blocks(kind, weight)
+    ids = torch.tensor([36, 0, 15, 16, 0])
+    assert torch.equal(gemm.pack_blocks(kind, data, gemm.Arena()).rows(ids), values[ids].float())
+
+
+@pytest.mark.parametrize("m,n,k", [*SHAPES, (1, 5, 7), (14, 34, 33)])
+def test_bf16(m: int, n: int, k: int) -> None:
+    x, weight, bias = _inputs(m, n, k)
+    packed = gemm.pack_bf16(weight, gemm.Arena(), bias)
+    assert _error(packed.multiply(x), gemm.bf16_reference(x.double(), weight, bias)) < FLOAT32
+    ids = torch.tensor([n - 1, 0, n // 2])
+    assert torch.equal(packed.rows(ids), weight.bfloat16().float()[ids])
+
+
+@pytest.mark.parametrize("m,n,k", [*SHAPES, (1, 5, 7), (14, 34, 33)])
+def test_int8(m: int, n: int, k: int) -> None:
+    x, weight, bias = _inputs(m, n, k)
+    packed = gemm.pack_int8(weight, gemm.Arena(), bias)
+    # float32 scales move a value that lies between two integers: compare with the roundings made in float32
+    values, scale = gemm.quantize_int8(x)
+    weights, weight_scale = gemm.quantize_int8(weight)
+    exact = (values.double() @ weights.double().T) * scale.double()[:, None] * weight_scale.double() + bias
+    assert _error(packed.multiply(x), exact) < FLOAT32
+
+
+@pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])
+def test_any_thread_count_and_any_neighbours(pack: str) -> None:
+    """A row has the same bits alone, among others, and with more threads."""
+    x, weight, _ = _inputs(41, 70, 128)
+    packed = _pack(pack, weight)
+    whole = packed.multiply(x)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert torch.equal(packed.multiply(x), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for i in (0, 20, 40):
+        assert torch.equal(packed.multiply(x[i : i + 1])[0], whole[i])
+
+
+@pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])
+def test_strided_rows_and_given_output(pack: str) -> None:
+    x, weight, _ = _inputs(9, 20, 64)
+    packed = _pack(pack, weight)
+    wide, out = torch.full((9, 100), 7.0), torch.full((9, 30), 3.0)
+    wide[:, 10:74] = x
+    packed.multiply(wide[:, 10:74], out[:, 5:25])
+    assert torch.equal(out[:, 5:25], packed.multiply(x))
+    assert (out[:, :5] == 3.0).all() and (out[:, 25:] == 3.0).all()
+
+
+@pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])
+def test_zeros(pack: str) -> None:
+    packed = _pack(pack, torch.zeros(18, 32))
+    assert torch.equal(packed.multiply(torch.zeros(3, 32)), torch.zeros(3, 18))
+    assert torch.equal(packed.multiply(torch.ones(3, 32)), torch.zeros(3, 18))
+    assert packed.multiply(torch.ones(0, 32)).shape == (0, 18)
+
+
+def _pack(pack: str, weight: Tensor) -> gemm.Packed:
+    if pack == "bf16":
+        return gemm.pack_bf16(weight, gemm.Arena())
+    if pack == "int8":
+        return gemm.pack_int8(weight, gemm.Arena())
+    return gemm.pack_blocks(pack, _blocks(pack, weight)[0], gemm.Arena())
+
+
+def test_arena_hands_out_separate_zeroed_lines() -> None:
+    arena = gemm.Arena()
+    first, second = arena.take(100), arena.take(33 << 20)
+    third = arena.take(1)
+    for piece in (first, second, third):
+        assert piece.data_ptr() % 64 == 0 and not piece.any()
+    first.fill_(1)
+    assert not second.any() and not third.any()
