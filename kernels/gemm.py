@@ -118,9 +118,7 @@ class Packed:
         m = x.shape[0]
         if out is None:
             out = torch.empty((m, self.n), dtype=torch.float32)
-        self._gemm(
-            self._pointer, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), torch.get_num_threads()
-        )
+        self._gemm(self._pointer, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), torch.get_num_threads())
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -132,9 +130,7 @@ class Packed:
         elif weight.format == _INT8:
             raise NotImplementedError("rows of an int8 weight")
         else:
-            _function("tw_blocks_rows")(
-                weight.format, weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr()
-            )
+            _function("tw_blocks_rows")(weight.format, weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
 
