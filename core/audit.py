@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def audit_core(core: Core) -> list[str]:
     wrong = list(core.ledger.audit(core.sequences.values()))
+    wrong += core.host.audit(core.sequences.values())
     running = [s for s in core.running if s.status is Status.RUNNING]
     queued = [entry[2] for entry in core.waiting]
     if [(e[0], e[1]) for e in core.waiting] != sorted((e[0], e[1]) for e in core.waiting):
@@ -34,6 +35,8 @@ def audit_core(core: Core) -> list[str]:
             steps.setdefault(row.seq, []).append(step)
             fed[row.seq] = fed.get(row.seq, 0) + len(row.tokens)
     for seq in core.sequences.values():
+        if seq.host is not None and (seq.status is not Status.WAITING or not 0 < seq.host.num_tokens < seq.known):
+            wrong.append(f"{seq.id}: {seq.status.value} with {seq.host.num_tokens} tokens in host memory")
         expected = 1 if seq.status in (Status.RUNNING, Status.WAITING) else 0
         if places.get(seq.id, 0) != expected:
             wrong.append(f"{seq.id}: {seq.status.value} but listed {places.get(seq.id, 0)} times")
@@ -76,4 +79,6 @@ def audit_core(core: Core) -> list[str]:
         pool = core.ledger.pool
         if pool.held or core.ledger.tables:
             wrong.append(f"idle, but {pool.held} blocks are held")
+        if len(core.host.free) != core.host.num_blocks:
+            wrong.append("idle, but host blocks are held")
     return wrong

@@ -47,6 +47,7 @@ from twinfer.core.planner import Planner
 from twinfer.core.policy import KVCache, Limits, Scheduler, View
 from twinfer.core.request import Request, Sequence, Status
 from twinfer.core.seeds import sequence_seed
+from twinfer.core.swap import HostPool
 
 _RUNNING = Status.RUNNING
 
@@ -61,6 +62,7 @@ class Core:
         self.limits = limits
         self.seed = seed
         self.ledger = Ledger(kv_cache, limits, namespace)
+        self.host = HostPool(limits.num_host_blocks)
         self.requests: dict[str, list[Sequence]] = {}  # samples still alive, by request
         self.sequences: dict[str, Sequence] = {}  # alive, or still read by a transfer
         self.running: list[Sequence] = []
@@ -289,7 +291,8 @@ class Core:
         del self.waiting[index]
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks; it will be computed again (its tokens are kept)."""
+        """Take a running sequence's blocks (its tokens are kept): its KV is swapped out or computed again."""
+        self.host.swap_out(seq, self.ledger)
         seq.status = Status.WAITING
         seq.computed = 0
         seq.drafts = ()
@@ -309,6 +312,7 @@ class Core:
                 len(seq.output),
                 seq.num_cached,
                 seq.num_preemptions,
+                seq.num_swaps,
             )
         )
         samples = self.requests[seq.request.id]
@@ -328,6 +332,7 @@ class Core:
 
     def _drop(self, seq: Sequence) -> None:
         seq.status = Status.DONE
+        self.host.forget(seq)
         # Rows of outstanding steps may still write to these blocks.
         self.ledger.release(seq, seq.last_step)
         if seq.last_step is not None:
@@ -352,8 +357,11 @@ class Core:
         )
         plan = StepPlan(
             step, tuple(planner.rows), tuple(planner.grants), tuple(planner.copies), tuple(planner.moves),
-            tuple(self.forget), tuple(self.preempted), stats,
+            tuple(self.forget), tuple(self.preempted), stats, {}, tuple(self.host.swap_outs), tuple(planner.swap_ins),
         )  # fmt: skip
+        if plan.swap_outs:
+            self.host.swap_outs = []
+        self.host.give_back(planner.emptied)
         self.forget, self.preempted = [], []
         self.outstanding[step] = plan
         return plan

@@ -81,6 +81,7 @@ class Finished:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,15 @@ class Ledger:
         grant = Grant(seq.id, self.group, tuple(taken)) if taken else None
         return (grant, copy)
 
+    def restore(self, seq: Sequence, start: int, stop: int) -> tuple[int, ...]:
+        """Fresh blocks for positions `start` (a block's first) to `stop`, whose KV is written back in this step."""
+        grown = self.grow(seq, start, stop)
+        assert not isinstance(grown, int) and grown[0] is not None
+        table, size = self.tables[seq.id], self.block_size
+        for index in range(start // size, -(-stop // size)):
+            self.pool.fill_to(table.blocks[index], min(size, stop - index * size))
+        return grown[0].blocks
+
     # --- commitment -----------------------------------------------------------------------------
 
     def commit(self, seq: Sequence, old: int, new: int) -> None:

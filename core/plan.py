@@ -5,9 +5,10 @@
 
 Invariants
 * Rows keep the order in which they were granted; executors must not reorder results.
-* An executor applies a plan in this order: `forget` (drop the sequence), `preempted` (empty its block
-  table), `grants` (append to it), `copies` one after the other (copy the block, then put the copy into
-  the table), `moves`, `rows`. Nothing else changes a block table.
+* An executor applies a plan in this order: `forget` (drop the sequence), `swap_outs` (read device blocks
+  into host blocks, before anything is written), `preempted` (empty its block table), `grants` (append to
+  it), `copies` one after the other (copy the block, then put the copy into the table), `swap_ins` (write
+  host blocks into device blocks), `moves`, `rows`. Nothing else changes a block table.
 * A token still on the device is a `FromStep`, never a sentinel inside the ids.
 """
 
@@ -87,6 +88,15 @@ class Move(NamedTuple):
     num_tokens: int
 
 
+class Swap(NamedTuple):
+    """KV of `seq` between device `blocks` and as many `host_blocks`, pair by pair; a whole block each."""
+
+    seq: str
+    group: int
+    blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
 class PlanStats(NamedTuple):
     """The Core's counts when the plan was made; blocks are of group 0."""
 
@@ -100,6 +110,7 @@ class PlanStats(NamedTuple):
 
 
 _NO_STATS = PlanStats(0, 0, 0, 0, 0, 0, 1)
+_RARE = ("swap_outs", "swap_ins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +124,20 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     stats: PlanStats = _NO_STATS
     extras: Mapping[str, Any] = field(default_factory=dict)
+    swap_outs: tuple[Swap, ...] = ()
+    swap_ins: tuple[Swap, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
     def to_json(self) -> str:
-        """Canonical text: equal plans give equal bytes in every process."""
-        return json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
+        """Canonical text: equal plans give equal bytes in every process; rare fields only when they say something."""
+        fields = _plain(self)
+        for name in _RARE:
+            if not fields[name]:
+                del fields[name]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +189,5 @@ def _plain(value: Any) -> Any:
 
 __all__ = [
     "Copy", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
-    "StepResult", "Token",
+    "StepResult", "Swap", "Token",
 ]  # fmt: skip

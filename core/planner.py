@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from twinfer.core.errors import PluginError
-from twinfer.core.plan import Copy, FromStep, Grant, Move, Need, Row, Token
+from twinfer.core.plan import Copy, FromStep, Grant, Move, Need, Row, Swap, Token
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence, Status
 
@@ -29,7 +29,7 @@ Tokens = Seq[Token] | Seq[int]
 
 
 class Planner:
-    """Collects the rows, grants, copies and moves of one step."""
+    """Collects the rows, grants, copies, swap-ins and moves of one step."""
 
     def __init__(self, core: Core, now: float) -> None:
         self.core = core
@@ -41,6 +41,8 @@ class Planner:
         self.grants: list[Grant] = []
         self.copies: list[Copy] = []
         self.moves: list[Move] = []
+        self.swap_ins: list[Swap] = []
+        self.emptied: list[int] = []  # host blocks that are free once this step is launched
         self.defer: float | None = None
         self.preempted_any = False
         self._admitted: list[Sequence] = []
@@ -220,8 +222,10 @@ class Planner:
             return
         leader = seq.leader
         fork = False
-        if leader is not None and not seq.output:  # with output of its own it shares no more than a hit
+        if leader is not None and not seq.output and seq.host is None:  # with output of its own it shares no more than a hit
             if leader.status is _RUNNING and leader.computed >= seq.known - 1:
+                if any(swap.seq == leader.id for swap in self.swap_ins):
+                    return  # copies come before swap-ins: next step
                 fork = True
             elif leader.num_preemptions == 0 and leader.status in (_WAITING, _RUNNING, Status.LOADING):
                 return  # its prompt is about to be shared: a gate, takes nothing
@@ -241,6 +245,8 @@ class Planner:
             need = ledger.blocks_for(stored) - len(hits)
             room = pool.available - sum(pool.refs[b] == 0 for b in hits)
             tokens = len(hits) * ledger.block_size
+            if seq.host is not None:
+                tokens = max(tokens, seq.host.num_tokens)
         spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
         if need > room - spare:
             self._closed = True
@@ -262,6 +268,7 @@ class Planner:
         self._admitted.append(seq)
         core.filling.append(seq)
         shared = tuple(ledger.tables[seq.id].blocks)
+        restored = self._swap_in(seq) if seq.host is not None else ()
         if loading:
             self._load(seq)
             return
@@ -269,11 +276,27 @@ class Planner:
         at = len(self.grants)
         if not self._feed(seq, n, seq.computed, seq.known, seq.known):
             raise AssertionError("admission promised room")  # pragma: no cover
-        if shared:
-            fresh: tuple[int, ...] = ()
+        if shared or restored:
+            fresh: tuple[int, ...] = restored
             if len(self.grants) > at:
-                fresh = self.grants.pop().blocks
+                fresh += self.grants.pop().blocks
             self.grants.append(Grant(seq.id, ledger.group, shared + fresh, len(shared)))
+
+    def _swap_in(self, seq: Sequence) -> tuple[int, ...]:
+        """Bring back from host memory what the prefix cache did not have; returns the blocks for it."""
+        host, start = seq.host, seq.computed
+        assert host is not None
+        if start >= host.num_tokens:  # all of it was still in the cache
+            self.core.host.forget(seq)
+            return ()
+        blocks = self.ledger.restore(seq, start, host.num_tokens)
+        first = start // self.ledger.block_size
+        count = len(host.blocks) - first
+        self.swap_ins.append(Swap(seq.id, self.ledger.group, blocks[:count], host.blocks[first:]))
+        self.emptied.extend(host.blocks)
+        seq.host = None
+        seq.computed = host.num_tokens
+        return blocks
 
     # --- transfers ------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Limits:
     max_num_seqs: rows in one step.  max_num_batched_tokens: tokens in one step.
     max_model_len: prompt plus output tokens of one sequence.  num_blocks: KV blocks in the pool.
     max_outstanding: steps that may be launched before the first of them is done.
+    num_host_blocks: KV blocks in host memory, where preempted sequences are swapped to; 0: they are recomputed.
     """
 
     max_num_seqs: int = 256
@@ -34,6 +35,7 @@ class Limits:
     max_model_len: int = 4096
     num_blocks: int = 1024
     max_outstanding: int = 1
+    num_host_blocks: int = 0
 
 
 class Want(NamedTuple):

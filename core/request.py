@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twinfer.core.params import SamplingParams
 
@@ -61,6 +62,13 @@ class Status(enum.Enum):
     DONE = "done"
 
 
+class HostCopy(NamedTuple):
+    """The first `num_tokens` tokens of a preempted sequence, in these host blocks."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+
+
 class Sequence:
     """One sample of a request while it is alive."""
 
@@ -68,6 +76,7 @@ class Sequence:
         "awaiting",
         "computed",
         "drafts",
+        "host",
         "id",
         "index",
         "inflight",
@@ -77,6 +86,7 @@ class Sequence:
         "limit",
         "num_cached",
         "num_preemptions",
+        "num_swaps",
         "number",
         "order",
         "output",
@@ -105,6 +115,8 @@ class Sequence:
         self.limit = limit  # prompt plus output never exceeds this many tokens
         self.last_step: int | None = None  # newest outstanding step with a row of this sequence
         self.num_preemptions = 0
+        self.num_swaps = 0  # preemptions that kept the KV in host memory
+        self.host: HostCopy | None = None  # KV kept there; only while waiting
         self.order: tuple[object, ...] = ()
         self.leader: Sequence | None = None  # sample 0 of the same request, for forks
         self.num_cached = 0  # tokens found in the prefix cache at the latest admission

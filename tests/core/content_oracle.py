@@ -34,7 +34,7 @@ from twinfer.core.events import (
     TransferDone,
     TransferFailed,
 )
-from twinfer.core.plan import Copy, FromStep, Move, Need, Row, RowResult, StepPlan, StepResult
+from twinfer.core.plan import Copy, FromStep, Move, Need, Row, RowResult, StepPlan, StepResult, Swap
 from twinfer.core.policy import Defer, KVCache, Limits, Scheduler, Shortage, View, Want
 from twinfer.core.request import Request, Sequence
 from twinfer.core.seeds import sequence_seed
@@ -137,10 +137,11 @@ class Known:
 class MemoryModel:
     """An executor over simulated KV memory. `max_drafts` > 0 proposes that many partly right drafts."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_drafts: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_drafts: int = 0, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.max_drafts = max_drafts
         self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[Slot | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.tables: dict[str, list[int]] = {}
         self.known: dict[str, Known] = {}
         self.moves: dict[str, Move] = {}
@@ -149,6 +150,7 @@ class MemoryModel:
         self.tokens_read = 0
         self.drafts_accepted = 0
         self.copies_made = 0
+        self.blocks_swapped_in = 0
 
     # --- executor interface ---------------------------------------------------------------------
 
@@ -184,12 +186,18 @@ class MemoryModel:
     # --- tables ---------------------------------------------------------------------------------
 
     def _change_tables(self, plan: StepPlan) -> None:
-        """forget, preempted, grants, copies: in this order and nothing else."""
+        """forget, swap-outs, preempted, grants, copies, swap-ins: in this order and nothing else."""
         for seq in plan.forget:
             if self.known.pop(seq, None) is None:
                 raise Violation(f"step {plan.step} forgets {seq}, which was never admitted")
             self.tables.pop(seq, None)
             self.sampled = {ref: token for ref, token in self.sampled.items() if ref.seq != seq}
+        self._check_host(plan.swap_outs)
+        for swap in plan.swap_outs:
+            if swap.seq not in plan.preempted or self.tables[swap.seq][: len(swap.blocks)] != list(swap.blocks):
+                raise Violation(f"{swap}: the table is {self.tables.get(swap.seq)}")
+            for block, host in zip(swap.blocks, swap.host_blocks, strict=True):
+                self.host[host] = list(self.slots[block])
         for seq in plan.preempted:
             if seq not in self.known:
                 raise Violation(f"step {plan.step} preempts {seq}, which is not known")
@@ -205,6 +213,19 @@ class MemoryModel:
         for seq, block in fresh:
             self._require_sole_owner(seq, block, "is granted")
             self.slots[block] = [None] * self.block_size
+        self._check_host(plan.swap_ins)
+        for swap in plan.swap_ins:
+            for block, host in zip(swap.blocks, swap.host_blocks, strict=True):
+                if (swap.seq, block) not in fresh:
+                    raise Violation(f"{swap}: block {block} was not granted in this step")
+                self.slots[block] = list(self.host[host])
+                self.host[host] = [None] * self.block_size
+                self.blocks_swapped_in += 1
+
+    def _check_host(self, swaps: tuple[Swap, ...]) -> None:
+        blocks = [block for swap in swaps for block in swap.host_blocks]
+        if len(set(blocks)) != len(blocks):
+            raise Violation(f"a host block is named twice: {swaps}")
 
     def _copy(self, copy: Copy) -> None:
         table = self.tables[copy.seq]
@@ -425,7 +446,7 @@ class World:
         self.lazy = lazy
         self.strict = strict
         self.block_size = kv_cache.block_size(limits)
-        self.memory = MemoryModel(limits.num_blocks, self.block_size, max_drafts)
+        self.memory = MemoryModel(limits.num_blocks, self.block_size, max_drafts, limits.num_host_blocks)
         self.slots = self.block_size * limits.num_blocks  # one sequence can have this many tokens in KV
         self.now = 0.0
         self.requests: list[Tracked] = []

@@ -67,6 +67,7 @@ class CoreLife(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         lazy=st.booleans(),
         max_drafts=st.sampled_from([0, 0, 1, 4]),
+        host_blocks=st.sampled_from([0, 0, 2, 20]),
     )
     def start(
         self,
@@ -80,6 +81,7 @@ class CoreLife(RuleBasedStateMachine):
         depth: int,
         lazy: bool,
         max_drafts: int,
+        host_blocks: int,
     ) -> None:
         limits = Limits(
             max_num_seqs=max_num_seqs,
@@ -87,6 +89,7 @@ class CoreLife(RuleBasedStateMachine):
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             max_outstanding=depth,
+            num_host_blocks=host_blocks,
         )
         policy: Scheduler = SCHEDULERS[scheduler]()
         cache = make_cache(block_size, sharing)
@@ -209,14 +212,17 @@ TestCoreLife = CoreLife.TestCase
 def test_long_lives(scheduler: str) -> None:
     """The same world without hypothesis' overhead: hundreds of events a life, 12 lives a scheduler."""
     global _events_run
-    accepted = copies = 0
+    accepted = copies = swapped = 0
     for life in range(12):
         world = live(scheduler, random.Random(f"{scheduler}-{life}"), num_events=250)
         _events_run += len(world.events)
         accepted += world.memory.drafts_accepted
         copies += world.memory.copies_made
+        swapped += world.memory.blocks_swapped_in
     assert accepted > 20, "drafts must have been accepted, or the lives test nothing about them"
     assert copies > 2, "samples must have been forked"
+    if scheduler not in ("static", "static-waits"):
+        assert swapped, "sequences must have come back from host memory"
 
 
 def live(scheduler: str, rng: random.Random, num_events: int) -> World:
@@ -226,6 +232,7 @@ def live(scheduler: str, rng: random.Random, num_events: int) -> World:
         max_model_len=rng.choice([8, 24, 40]),
         num_blocks=rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 20]),
         max_outstanding=rng.choice([1, 1, 2, 3]),
+        num_host_blocks=rng.choice([0, 0, 3, 20]),
     )
     world = World(
         SCHEDULERS[scheduler](),
