@@ -222,7 +222,9 @@ class Planner:
             return
         leader = seq.leader
         fork = False
-        if leader is not None and not seq.output and seq.host is None:  # with output of its own it shares no more than a hit
+        if (
+            leader is not None and not seq.output and seq.host is None
+        ):  # with output of its own it shares no more than a hit
             if leader.status is _RUNNING and leader.computed >= seq.known - 1:
                 if any(swap.seq == leader.id for swap in self.swap_ins):
                     return  # copies come before swap-ins: next step
