@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,10 +23,11 @@ from twinfer.core.technique import Needs, Technique
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything resolved. `model` is the spec as all chosen techniques leave it."""
+    """Everything resolved. `model` is the spec as all chosen techniques leave it, `checkpoint` as it was trained."""
 
     config: EngineConfig
     model: ModelSpec
+    checkpoint: ModelSpec
     limits: Limits
     scheduler: Scheduler
     kv_cache: KVCache
@@ -72,6 +74,17 @@ def adapt_model(
     return model, tuple(techniques)
 
 
+def _conversion(spec: ModelSpec, model: ModelSpec, techniques: Sequence[Technique]) -> dict[str, str]:
+    """What becomes of the checkpoint's attention, in words; nothing when it stays as it was trained."""
+    for technique in techniques:
+        describe = getattr(technique, "conversion", None)
+        words = describe(spec) if describe is not None else ""
+        if words:
+            before, after = spec.kv_bytes_per_token(model.kv_dtype), model.kv_bytes_per_token()
+            return {"attention": f"{words}; KV per token {before:,.0f} B before, {after:,.0f} B after"}
+    return {}
+
+
 def resolve(
     config: EngineConfig,
     spec: ModelSpec,
@@ -86,9 +99,9 @@ def resolve(
     `num_kv_blocks` nor `kv_memory_bytes` is set.  max_request_tokens: longest prompt plus output of
     the workload when known; "auto" context never needs to be longer.
     """
-    reasons: dict[str, str] = {}
     needs = needs or Needs()
     model, techniques = adapt_model(config, spec, registry, needs)
+    reasons = _conversion(spec, model, techniques)
     scheduler = registry.build("scheduler", config.scheduler)
     kv_cache = registry.build("kv_cache", config.kv_cache)
     for option, technique in (("--scheduler", scheduler), ("--kv-cache", kv_cache)):
@@ -131,6 +144,6 @@ def resolve(
             )  # fmt: skip
     limits = replace(limits, num_blocks=num_blocks)
     return Setup(
-        config=config, model=model, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
+        config=config, model=model, checkpoint=spec, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
         block_size=block_size, kv_bytes_per_token=per_token, reasons=reasons,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from twinfer.core.executor import Executor
 from twinfer.core.observers import Observers
 from twinfer.core.provision import provision
 from twinfer.core.registry import Registry, default_registry
+from twinfer.core.runtime.convert import differs
 from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel, load_model
 from twinfer.core.runtime.sampler import Samples
@@ -66,6 +67,12 @@ class Engine:
                     option, getattr(setup.config, option), "differs from the loaded engine's",
                     f"use {getattr(self.setup.config, option)!r} or load another engine",
                 )  # fmt: skip
+        if differs(setup.model, self.setup.model):
+            raise ConfigError(
+                "--attention", str(setup.config.attention or setup.model.variant),
+                f"the loaded weights are {self.setup.model.variant} with {self.setup.model.num_kv_heads} KV heads",
+                "load another engine",
+            )  # fmt: skip
         return replace(self, setup=setup, executor=_executor(setup, self.registry, self.model, self.tokenizer))
 
     @property
@@ -102,7 +109,10 @@ def load_engine(
     tokenizer = load_tokenizer(weights)
     setup = _setup(config, spec, registry, device, tokenizer, longest_request)
     native.load()  # built here, so that no step waits for a compiler
-    model = load_model(setup.model, weights, registry, target, DTYPES[setup.model.dtype])
+    model = load_model(
+        setup.model, weights, registry, target, DTYPES[setup.model.dtype], checkpoint=setup.checkpoint,
+        attention=_attention(setup, registry),
+    )  # fmt: skip
     executor = _executor(setup, registry, model, tokenizer)
     return Engine(setup, registry, device, spec, weights, tokenizer, model, executor)
 
@@ -142,6 +152,16 @@ def torch_executor(
     setup: Setup, registry: Registry, model: DecoderModel, sampler: Samples | None = None
 ) -> TorchExecutor:
     """What runs the plans of `setup` on `model`, with a KV pool of its own; `sampler` instead of the usual one."""
+    attention = _attention(setup, registry)
+    # Profiling waits for the device after every op; only a CPU has nothing to wait for.
+    return TorchExecutor(
+        model, attention.build(setup.model), setup.limits.num_blocks, setup.block_size, sampler,
+        profile=model.device.type == "cpu",
+    )  # fmt: skip
+
+
+def _attention(setup: Setup, registry: Registry) -> Any:
+    """The chosen attention variant; ConfigError when it has no implementation."""
     names = registry.names("attention")
     attention = next((t for t in setup.techniques if t.name in names and hasattr(t, "build")), None)
     if attention is None:
@@ -149,11 +169,7 @@ def torch_executor(
             "--attention", str(setup.config.attention or setup.model.variant), "has no implementation in the engine",
             f"use one of {', '.join(names)}",
         )  # fmt: skip
-    # Profiling waits for the device after every op; only a CPU has nothing to wait for.
-    return TorchExecutor(
-        model, attention.build(setup.model), setup.limits.num_blocks, setup.block_size, sampler,
-        profile=model.device.type == "cpu",
-    )  # fmt: skip
+    return attention
 
 
 def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:

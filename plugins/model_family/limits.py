@@ -11,11 +11,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 def reasons_against(model: ModelSpec) -> list[str]:
     """Reasons that hold for every built-in family."""
     reasons = []
-    if "checkpoint_kv_heads" in model.extra:
-        reasons.append(
-            f"--attention {model.attention} asks for {model.num_kv_heads} KV heads, its weights have "
-            f"{model.extra['checkpoint_kv_heads']} and converting them is not implemented; leave num_kv_heads out"
-        )
     if "stored_as" in model.extra:
         reasons.append(
             f"its weights are stored as {model.extra['stored_as']}, which the engine cannot read; "

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from twinfer.core.runtime.attention_torch import AttentionStep
     from twinfer.core.runtime.linear import LinearFactory
     from twinfer.core.runtime.parallel import Parallel
+    from twinfer.core.runtime.weights import WeightSource
 
 Mark = Callable[[str], None]
 
@@ -74,24 +75,41 @@ def load_model(
     dtype: torch.dtype | None = None,
     linear: LinearFactory | None = None,
     parallel: Parallel | None = None,
+    checkpoint: ModelSpec | None = None,
+    attention: Any = None,
 ) -> DecoderModel:
     """Weights at `path` as a runnable model of the shapes in `model`; with `parallel`, the share of one rank.
 
+    checkpoint: what the weights are, when `attention`, a technique, is to turn them into another variant first.
     Raises ModelError for a damaged file, missing or misshapen tensors, or a family that is not implemented.
     """
     import torch
 
+    from twinfer.core.runtime.convert import Checkpoint, differs
     from twinfer.core.runtime.linear import dense
     from twinfer.core.runtime.parallel import ALONE
     from twinfer.core.runtime.weights import Loader, Unpacked, check_tensors, open_weights
 
-    family = family_of(model, registry)
-    source = open_weights(path)
-    packed = family.packed_tensors(model) if hasattr(family, "packed_tensors") else {}
+    family, source = family_of(model, registry), open_weights(path)
+    original = checkpoint or model
+    packed = family.packed_tensors(original) if hasattr(family, "packed_tensors") else {}
     if packed:
         source = Unpacked(source, packed)
-    check_tensors(source, family.expected_tensors(model), family.name)
-    load = Loader(source, dtype or torch.float32, device)
-    with torch.inference_mode():
-        built: DecoderModel = family(None).build(model, load, linear or dense, parallel or ALONE)
-    return built
+    check_tensors(source, family.expected_tensors(original), family.name)
+
+    def build(spec: ModelSpec, source: WeightSource, dtype: torch.dtype, linear: LinearFactory) -> DecoderModel:
+        with torch.inference_mode():
+            built: DecoderModel = family(None).build(spec, Loader(source, dtype, device), linear, parallel or ALONE)
+        return built
+
+    if differs(original, model):
+        if not hasattr(attention, "convert"):
+            raise ModelError(
+                f"{original.name}: attention {model.attention!r} cannot convert weights of variant {original.variant} "
+                f"with {original.num_kv_heads} KV heads; leave --attention out or choose one that converts"
+            )
+        whole = Checkpoint(
+            original, source, torch.device(device), lambda linear: build(original, source, torch.float32, linear)
+        )
+        source, model = attention.convert(whole, model)
+    return build(model, source, dtype or torch.float32, linear or dense)
