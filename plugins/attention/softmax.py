@@ -31,7 +31,7 @@ class SoftmaxAttention(Technique):
 
     @classmethod
     def why_not(cls, needs: Needs) -> list[str]:
-        reasons = dtype_reasons(needs)
+        reasons = engine_dtype_reasons(needs)
         model = needs.model
         if model is None:
             return reasons
@@ -74,7 +74,7 @@ class SoftmaxAttention(Technique):
         return attention_of(model)
 
 
-def dtype_reasons(needs: Needs) -> list[str]:
+def engine_dtype_reasons(needs: Needs) -> list[str]:
     """Why the engine's kernels do not serve the device or dtype of `needs`."""
     if needs.world != "engine":
         return []
