@@ -23,7 +23,7 @@ import tokenizers
 from twinfer.core.cache_folder import cache_dir
 from twinfer.core.errors import ModelError, RequestError
 from twinfer.core.runtime.chat_template import render_chat
-from twinfer.core.runtime.gguf_tokenizer import build_bpe, metadata_digest, read_metadata
+from twinfer.core.runtime.gguf_tokenizer import build_tokenizer, metadata_digest, read_metadata
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -156,7 +156,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     if any(not 0 <= i < len(tokens) for i in [*ids.values(), *eos]):
         raise ModelError(f"{path}: a special token id lies outside the vocabulary of {len(tokens)}; download it again")
     try:
-        backend = build_bpe(values)
+        backend = build_tokenizer(values)
     except Exception as error:  # the package raises plain Exception for merges it cannot use
         raise ModelError(f"{path}: damaged vocabulary ({error!r}); download the file again") from error
     if backend is None:

@@ -13,7 +13,7 @@ import pytest
 from twinfer.core.errors import ModelError, RequestError
 from twinfer.core.runtime import tokenizer as tokenizer_module
 from twinfer.core.runtime.chat_template import render_chat
-from twinfer.core.runtime.gguf_tokenizer import build_bpe, metadata_digest, read_metadata
+from twinfer.core.runtime.gguf_tokenizer import build_tokenizer, metadata_digest, read_metadata
 from twinfer.core.runtime.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
 
 TEXTS = [
@@ -102,7 +102,7 @@ def test_gguf_with_an_unknown_split_rule_goes_through_transformers_once(
 ) -> None:
     """The conversion is kept in the cache folder, keyed by the metadata; it equals the direct one but for digits."""
     monkeypatch.setattr(tokenizer_module, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(tokenizer_module, "build_bpe", lambda values: None)
+    monkeypatch.setattr(tokenizer_module, "build_tokenizer", lambda values: None)
     first = load_tokenizer(smollm2_gguf)
     assert len(list((tmp_path / "tokenizers").iterdir())) == 1
     monkeypatch.setattr(tokenizer_module, "_transformers", lambda *a, **k: pytest.fail("converted twice"))
@@ -258,7 +258,7 @@ def test_bpe_is_built_from_metadata(tmp_path: Path) -> None:
     assert found.eos_token_ids == (5,)
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert dict(read_metadata(path)) == TINY
-    assert build_bpe({**TINY, "tokenizer.ggml.pre": "other"}) is None
+    assert build_tokenizer({**TINY, "tokenizer.ggml.pre": "other"}) is None
 
 
 @pytest.mark.model
