@@ -1,4 +1,4 @@
-"""Attention of a packed batch over the KV storage, in stock torch.
+"""Attention of a packed batch over the KV storage, in stock torch; on native kernels where those serve.
 
     q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * value_dim]
 
@@ -13,15 +13,17 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from twinfer.core.runtime.attention_cpu import NativeStep
 from twinfer.core.runtime.attention_parts import AttentionShape, PaddedRows, Part, SingleRow, distance_of, first_key
+from twinfer.core.runtime.attention_step import AttentionStep
 from twinfer.core.runtime.batch import PackedBatch, Span
 from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.spec import ModelSpec
+from twinfer.kernels.cpu_attention import serves
 
 SHORT_ROW = 8  # queries up to which rows of equal length are padded together
 VIEW_BYTES = 1024 * 1024  # keys of one row from which a view each beats one gather for all (measured on a CPU)
@@ -40,16 +42,6 @@ def attention_of(model: ModelSpec) -> TorchAttention:
     )  # fmt: skip
 
 
-class AttentionStep(Protocol):
-    """Attention of one step; each layer calls `store`, then `attend` with the same k and v."""
-
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k (rotated) and v of this step's tokens into their slots."""
-        ...
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
 class TorchAttention:
     """Causal softmax attention (arXiv:1706.03762), grouped over KV heads (arXiv:2305.13245)."""
 
@@ -57,11 +49,13 @@ class TorchAttention:
         self.shape = shape
 
     def step(self, batch: PackedBatch, kv: KVStorage) -> AttentionStep:
-        """Index tensors and masks of this step, made once."""
+        """Index tensors and masks of this step, made once; native kernels where they serve."""
+        if serves(kv.keys[0], kv.keys[0] if self.shape.values_in_keys else kv.values[0]):
+            return NativeStep(self.shape, batch, kv)
         return _Step(self.shape, batch, kv)
 
 
-class _Step:
+class _Step(AttentionStep):
     def __init__(self, shape: AttentionShape, batch: PackedBatch, kv: KVStorage) -> None:
         self.shape, self.kv, self.slots = shape, kv, batch.slots
         self.whole = slice(0, batch.num_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from twinfer.core.plan import Need
+from twinfer.core.runtime.attention_cpu import NativeStep
 from twinfer.core.runtime.attention_parts import AttentionShape, PaddedRows, SingleRow
+from twinfer.core.runtime.attention_step import HeadNorms
 from twinfer.core.runtime.attention_torch import TorchAttention, _Step
 from twinfer.core.runtime.batch import PackedRow, pack
 from twinfer.core.runtime.kv_storage import KVStorage, Table
+from twinfer.kernels import native
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.3, windows=(None,))
 
@@ -39,8 +43,9 @@ class Case:
     """Sequences with a cached past, and the rows of one step."""
 
     def __init__(
-        self, shape: AttentionShape, rows: list[tuple[int, int]], layout: str, dtype: torch.dtype, seed: int = 0
-    ) -> None:
+        self, shape: AttentionShape, rows: list[tuple[int, int]], layout: str, dtype: torch.dtype, seed: int = 0,
+        on_native: bool = False,
+    ) -> None:  # fmt: skip
         """rows: (start, queries). layout: shuffled | consecutive | contiguous (one region of max length each)."""
         torch.manual_seed(seed)
         longest = max(start + queries for start, queries in rows)
@@ -63,7 +68,8 @@ class Case:
             self.kv.keys[0][past], self.kv.values[0][past] = k[:start], v[:start]
         packed = [PackedRow([0] * n, s, Need.LAST, t) for (s, n), t in zip(rows, tables, strict=True)]
         self.batch = pack(packed)
-        self.step = TorchAttention(shape).step(self.batch, self.kv)
+        with nullcontext() if on_native else native.disabled():
+            self.step = TorchAttention(shape).step(self.batch, self.kv)
 
     def run(self) -> torch.Tensor:
         q = torch.cat(self.q)
@@ -101,11 +107,13 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("on_native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("layout", ["shuffled", "consecutive", "contiguous"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_equals_float64(rows: str, variant: str, layout: str) -> None:
-    case = Case(VARIANTS[variant], ROWS[rows], layout, torch.float32)
+def test_equals_float64(rows: str, variant: str, layout: str, on_native: bool) -> None:
+    case = Case(VARIANTS[variant], ROWS[rows], layout, torch.float32, on_native=on_native)
+    assert isinstance(case.step, NativeStep if on_native else _Step)
     assert (case.run().double() - case.expected()).abs().max() <= 2e-5
 
 
@@ -132,6 +140,32 @@ def test_rows_longer_than_a_mask_block(window: int | None) -> None:
     assert (got - out).abs().max() <= 2e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_the_native_kernels_do_not_serve_runs_on_torch(dtype: torch.dtype) -> None:
+    shape = SHAPE if dtype is torch.bfloat16 else replace(SHAPE, head_dim=24)
+    case = Case(shape, ROWS["mixed"], "shuffled", dtype, on_native=True)
+    assert isinstance(case.step, _Step)
+    assert (case.run().double() - case.expected()).abs().max() <= 0.1
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_rotate_store_of_both_paths_agrees(rotary: int, normed: bool) -> None:
+    found = []
+    for on_native in (False, True):
+        case = Case(SHAPE, ROWS["mixed"], "shuffled", torch.float32, on_native=on_native)
+        tokens = case.batch.num_tokens
+        draw = torch.Generator().manual_seed(1)
+        qkv = torch.randn(tokens, 6 + 2 * 2, 16, generator=draw)
+        angle = torch.rand(tokens, 1, rotary // 2, generator=draw)
+        rotation = (torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1))
+        norms = HeadNorms(torch.rand(16, generator=draw), torch.rand(16, generator=draw), 1e-5) if normed else None
+        out = case.step.rotate_store(0, qkv, 2, rotation, norms)
+        found.append((*out, case.kv.keys[0], case.kv.values[0]))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_contiguous_cache_is_read_without_a_gather() -> None:
     decode = Case(SHAPE, ROWS["decode"], "contiguous", torch.float32).parts()
     assert len(decode) == 1 and isinstance(decode[0], PaddedRows) and decode[0].index is None
@@ -147,7 +181,8 @@ def test_rows_in_another_order_than_their_memory() -> None:
     spans = list(reversed(case.batch.spans))
     offsets = [span._replace(offset=i) for i, span in enumerate(spans)]
     batch = replace(case.batch, spans=tuple(offsets), slots=case.batch.slots.flip(0))
-    step = TorchAttention(SHAPE).step(batch, case.kv)
+    with native.disabled():
+        step = TorchAttention(SHAPE).step(batch, case.kv)
     q, k, v = (torch.cat([x[-1:] for x in reversed(xs)]) for xs in (case.q, case.k, case.v))
     step.store(0, k, v)
     assert (step.attend(0, q, k, v).double() - case.expected().flip(0)).abs().max() <= 2e-5

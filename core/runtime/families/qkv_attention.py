@@ -9,15 +9,13 @@ Invariants
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from twinfer.core.runtime.attention_torch import AttentionStep
+from twinfer.core.runtime.attention_step import AttentionStep, HeadNorms
 from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.families.decoder import RankLoader, Shapes, linear_shapes
-from twinfer.core.runtime.rope import Rotation, rotate
+from twinfer.core.runtime.rope import Rotation
 from twinfer.core.spec import ModelSpec
-from twinfer.kernels import ops
 
 
 class QKVAttention:
@@ -27,15 +25,17 @@ class QKVAttention:
         spec, load, self.parallel = weights.spec, weights.load, weights.parallel
         self.q_heads = self.parallel.share(spec.num_heads, "attention heads")
         self.kv_heads = self.parallel.kv_heads(spec.num_kv_heads)
-        self.head_dim, self.eps, self.plus_one = spec.head_dim, spec.norm_eps, spec.norm_plus_one
+        self.head_dim = spec.head_dim
         name = f"{prefix}self_attn."
         self.qkv_proj = weights.columns(
             f"{prefix}qkv_proj",
             [f"{name}{part}_proj" for part in "qkv"],
             [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads],
         )
-        self.q_norm = load(f"{name}q_norm.weight") if spec.qk_norm else None
-        self.k_norm = load(f"{name}k_norm.weight") if spec.qk_norm else None
+        self.norms: HeadNorms | None = None
+        if spec.qk_norm:
+            q_norm, k_norm = (load(f"{name}{part}_norm.weight") for part in "qk")
+            self.norms = HeadNorms(q_norm, k_norm, spec.norm_eps, spec.norm_plus_one)
         self.o_proj = weights.rows(f"{prefix}o_proj", f"{name}o_proj", spec.num_heads)
 
     @staticmethod
@@ -52,21 +52,9 @@ class QKVAttention:
         return shapes
 
     def __call__(self, x: Tensor, layer: int, rotation: Rotation, step: AttentionStep, mark: Mark) -> Tensor:
-        q_heads, kv_heads = self.q_heads, self.kv_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], q_heads + 2 * kv_heads, self.head_dim)
+        qkv = self.qkv_proj(x).view(x.shape[0], self.q_heads + 2 * self.kv_heads, self.head_dim)
         mark("qkv_proj")
-        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat(
-                (
-                    ops.rms_norm(qk[:, :q_heads], self.q_norm, self.eps, self.plus_one),
-                    ops.rms_norm(qk[:, q_heads:], self.k_norm, self.eps, self.plus_one),
-                ),
-                dim=1,
-            )
-        qk = rotate(qk, rotation)
-        q, k = qk[:, :q_heads], qk[:, q_heads:]
-        step.store(layer, k, v)
+        q, k, v = step.rotate_store(layer, qkv, self.kv_heads, rotation, self.norms)
         mark("rope_kv_write")
         out = step.attend(layer, q, k, v)
         mark("attention")
