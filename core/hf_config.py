@@ -267,6 +267,7 @@ def _deepseek_moe(c: _Config, v3: bool, num_layers: int) -> MoESpec:
         first_dense_layers=first,
         dense_layers=tuple(i for i in range(first, num_layers) if i % every),
         score_bias=v3,
+        float32_router=True,
         scoring="sigmoid" if v3 else "softmax",
         renormalize=v3 and bool(c.get("norm_topk_prob", True)),
         num_groups=groups,

@@ -25,6 +25,7 @@ class MoESpec:
     `intermediate_size`: of one routed expert; `shared_intermediate_size`: of one shared expert (0: the same).
     `dense_layers`: layers with a dense MLP besides the first `first_dense_layers`.
     `bias`: experts and router have biases (GPT-OSS).  `score_bias`: one more value per expert (DeepSeek-V3).
+    `float32_router`: the router multiplies in float32 whatever the model's dtype (DeepSeek).
 
     Routing: `scoring` ("softmax" or "sigmoid") of the router's outputs; the experts lie in `num_groups` groups, of
     which `top_groups` stay, ranked by the sum of their best `group_score_top` scores; the weights of the chosen
@@ -40,6 +41,7 @@ class MoESpec:
     dense_layers: tuple[int, ...] = ()
     bias: bool = False
     score_bias: bool = False
+    float32_router: bool = False
     scoring: str = "softmax"
     renormalize: bool = True
     num_groups: int = 1

@@ -211,13 +211,13 @@ class SingleRow:
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         s = self.shape
-        queries = q.shape[2]
+        _, heads, queries, dim = q.shape
         if s.softcap is None and queries > 1:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=s.scale, enable_gqa=s.group > 1)
             return out[0]
-        folded = q.reshape(1, s.num_kv_heads, s.group * queries, s.head_dim)
+        folded = q.reshape(1, k.shape[1], s.group * queries, dim)
         tiled = mask.repeat(s.group, 1) if mask is not None else None
-        return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(s.num_heads, queries, s.v_dim)
+        return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(heads, queries, v.shape[-1])
 
 
 def first_key(span: Span, window: int | None) -> int:

@@ -31,12 +31,12 @@ PAD_BYTES = 512 * 1024  # padding that costs about as much as the launches of on
 
 
 def attention_of(model: ModelSpec) -> TorchAttention:
-    """Torch attention with the shapes of `model`."""
+    """Torch attention with the shapes of `model`, over keys and values of heads."""
     scale = model.query_scale if model.query_scale is not None else model.head_dim**-0.5
     windows = tuple(model.window(layer) for layer in range(model.num_layers))
     return TorchAttention(
         AttentionShape(
-            num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, scale=scale,
+            num_heads=model.num_heads, num_kv_heads=model.kv_heads_per_rank(), head_dim=model.head_dim, scale=scale,
             windows=windows, softcap=model.attn_softcap, value_dim=model.v_dim,
         )
     )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from twinfer.core.errors import ModelError
+from twinfer.core.runtime.expert_names import Index, named_parts
 
 Packed = Mapping[str, Mapping[str, int]]
 """Last part of the name of a stored tensor to those of its rows: {"self_attn.qkv_proj": {"self_attn.q_proj": 64, ...}}."""
@@ -89,19 +90,21 @@ def _shards_of(index: Path) -> list[Path]:
 class SafetensorsWeights:
     """One or more safetensors files.
 
-    A checkpoint saved without the `model.` prefix (the backbone alone) is answered under the full names.
+    A checkpoint saved without the `model.` prefix (the backbone alone) is answered under the full names, experts
+    under those of `expert_names.py`.
     """
 
     def __init__(self, path: Path, files: Iterable[Path]) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.path = path
-        self._files: dict[str, tuple[Any, str]] = {}
+        self._files: dict[str, tuple[Any, str, Index]] = {}
         for file in files:
             try:
                 handle = safe_open(str(file), framework="pt", device="cpu")
-                for name in handle.keys():  # noqa: SIM118 (not a dict)
-                    self._files[name] = (handle, name)
+                for stored in handle.keys():  # noqa: SIM118 (not a dict)
+                    for name, index in named_parts(stored, tuple(handle.get_slice(stored).get_shape())):
+                        self._files[name] = (handle, stored, index)
             except (SafetensorError, OSError, ValueError) as error:
                 raise ModelError(
                     f"{file}: cannot be read as safetensors ({error}); the file is damaged or cut short"
@@ -115,12 +118,16 @@ class SafetensorsWeights:
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        handle, stored = self._files[name]
-        return tuple(handle.get_slice(stored).get_shape())
+        handle, stored, index = self._files[name]
+        shape = tuple(handle.get_slice(stored).get_shape())
+        if not index:
+            return shape
+        kept = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False) if isinstance(part, slice)]
+        return (*kept, *shape[len(index) :])
 
     def get(self, name: str) -> Tensor:
-        handle, stored = self._files[name]
-        tensor: Tensor = handle.get_tensor(stored)
+        handle, stored, index = self._files[name]
+        tensor: Tensor = handle.get_slice(stored)[index] if index else handle.get_tensor(stored)
         return tensor
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs, Technique
-from twinfer.plugins.model_family.limits import reasons_against, reasons_against_moe_and_mla
+from twinfer.plugins.model_family.limits import reasons_against
 
 if TYPE_CHECKING:
     from twinfer.core.runtime.families import DecoderModel
@@ -31,7 +31,11 @@ class LlamaFamily(Technique):
         model = needs.model
         if model is None:
             return []
-        reasons = reasons_against(model) + reasons_against_moe_and_mla(model)
+        reasons = reasons_against(model)
+        if model.moe is not None and model.moe.bias:
+            reasons.append("experts with biases are not implemented")
+        if model.mla is None and model.v_dim != model.head_dim:
+            reasons.append("value heads of another width than query heads are not implemented")
         if model.norm_plus_one or model.norms_per_layer != 2:
             reasons.append("Gemma's norms are not implemented")
         if model.rope_local_theta is not None:

@@ -11,13 +11,16 @@ from twinfer.kernels import ops
 
 
 class GatedMLP:
-    """See `MLPBlock`. Tensors lie under `{prefix}mlp.` in the checkpoint; gate and up are one product."""
+    """See `MLPBlock`. Tensors lie under `{prefix}{part}` in the checkpoint; gate and up are one product.
 
-    def __init__(self, weights: RankLoader, prefix: str) -> None:
+    op: what the names of the two linears have between prefix and name.
+    """
+
+    def __init__(self, weights: RankLoader, prefix: str, op: str = "", part: str = "mlp.") -> None:
         self.act, self.parallel = weights.spec.hidden_act, weights.parallel
-        name = f"{prefix}mlp."
-        self.gate_up_proj = weights.columns(f"{prefix}gate_up_proj", [f"{name}gate_proj", f"{name}up_proj"])
-        self.down_proj = weights.rows(f"{prefix}down_proj", f"{name}down_proj")
+        name, op = f"{prefix}{part}", f"{prefix}{op}"
+        self.gate_up_proj = weights.columns(f"{op}gate_up_proj", [f"{name}gate_proj", f"{name}up_proj"])
+        self.down_proj = weights.rows(f"{op}down_proj", f"{name}down_proj")
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str) -> Shapes:
@@ -30,13 +33,17 @@ class GatedMLP:
         )
 
     def __call__(self, x: Tensor, mark: Mark) -> Tensor:
+        return self.parallel.all_reduce(self.partial(x, mark))
+
+    def partial(self, x: Tensor, mark: Mark) -> Tensor:
+        """This rank's part of the sum."""
         x = self.gate_up_proj(x)
         mark("gate_up_proj")
         x = ops.gated(x, self.act)
         mark("mlp_act")
         x = self.down_proj(x)
         mark("down_proj")
-        return self.parallel.all_reduce(x)
+        return x
 
 
 __all__ = ["GatedMLP"]

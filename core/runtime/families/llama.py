@@ -1,5 +1,5 @@
 """The Llama decoder (arXiv:2302.13971), written out. Mistral, Qwen2, Qwen3 and Phi-3 are the same with other options,
-Mixtral and Qwen3-MoE with another MLP block.
+Mixtral and Qwen3-MoE with another MLP block, DeepSeek-V2 and V3 with another attention block, too.
 
     x = embed(tokens)
     each layer:  x += attention(norm(x));  x += mlp(norm(x))
@@ -22,6 +22,8 @@ from twinfer.core.runtime.attention_torch import AttentionStep
 from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.families.decoder import AttentionBlock, Decoder, MLPBlock, RankLoader, Shapes, end_shapes
 from twinfer.core.runtime.families.gated_mlp import GatedMLP
+from twinfer.core.runtime.families.latent_attention import LatentBlock
+from twinfer.core.runtime.families.moe import MoE
 from twinfer.core.runtime.families.qkv_attention import QKVAttention
 from twinfer.core.spec import ModelSpec
 from twinfer.kernels import ops
@@ -30,12 +32,12 @@ BlockOf = Callable[[ModelSpec, int], type[Any]]
 """(model, layer) to the class of the block there: built as `(RankLoader, prefix)`, with a static `shapes(spec, prefix)`."""
 
 
-def qkv_attention(spec: ModelSpec, layer: int) -> type[Any]:
-    return QKVAttention
+def attention_block(spec: ModelSpec, layer: int) -> type[Any]:
+    return QKVAttention if spec.mla is None else LatentBlock
 
 
-def gated_mlp(spec: ModelSpec, layer: int) -> type[Any]:
-    return GatedMLP
+def mlp_block(spec: ModelSpec, layer: int) -> type[Any]:
+    return MoE if spec.is_moe(layer) else GatedMLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,9 @@ class Layer:
 class Llama(Decoder):
     """A Llama-family model on one device."""
 
-    def __init__(self, weights: RankLoader, attention_of: BlockOf = qkv_attention, mlp_of: BlockOf = gated_mlp) -> None:
+    def __init__(
+        self, weights: RankLoader, attention_of: BlockOf = attention_block, mlp_of: BlockOf = mlp_block
+    ) -> None:
         super().__init__(weights)
         spec, load = weights.spec, weights.load
         self.layers: list[Layer] = []
@@ -86,7 +90,7 @@ class Llama(Decoder):
         return self.logits(x.add_(h), logits_index, mark)
 
 
-def expected_tensors(spec: ModelSpec, attention_of: BlockOf = qkv_attention, mlp_of: BlockOf = gated_mlp) -> Shapes:
+def expected_tensors(spec: ModelSpec, attention_of: BlockOf = attention_block, mlp_of: BlockOf = mlp_block) -> Shapes:
     """Names and shapes that a checkpoint of `spec` holds."""
     shapes = end_shapes(spec)
     for i in range(spec.num_layers):
@@ -99,4 +103,4 @@ def expected_tensors(spec: ModelSpec, attention_of: BlockOf = qkv_attention, mlp
     return shapes
 
 
-__all__ = ["BlockOf", "Layer", "Llama", "expected_tensors", "gated_mlp", "qkv_attention"]
+__all__ = ["BlockOf", "Layer", "Llama", "attention_block", "expected_tensors", "mlp_block"]

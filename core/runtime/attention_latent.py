@@ -1,0 +1,148 @@
+"""Attention over stored latents: multi-head latent attention as DeepSeek-V2 runs it (arXiv:2405.04434, section 2.1).
+
+    stored per token: latent [rank + rope] = (what keys and values of all heads are made of, one rotated key part)
+    key of head h = (up_k[h] @ latent[:rank], latent[rank:])        value of head h = up_v[h] @ latent[:rank]
+
+Two ways to the same result; each row of a step takes the one of fewer FLOPs (`layer_ops.absorbing_is_cheaper`):
+* absorbed: up_k moves to the query and up_v behind the weighted sum, so that all heads attend to the latents
+  themselves as one shared KV head. Right for rows of few queries.
+* expanded: keys and values of the row are computed from its latents, a few heads at a time. Right for long rows.
+
+Invariants
+* `store` writes the latents through `batch.slots` before `attend` reads anything.
+* Every packed token is answered by one of the two, in packed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twinfer.core.layer_ops import absorbing_is_cheaper
+from twinfer.core.runtime.attention_parts import AttentionShape, SingleRow
+from twinfer.core.runtime.attention_torch import cut
+from twinfer.core.runtime.batch import PackedBatch, Span
+from twinfer.core.runtime.families import Mark
+from twinfer.core.runtime.kv_storage import KVStorage
+from twinfer.core.spec import MLASpec, ModelSpec
+
+EXPAND_BYTES = 64 * 2**20  # keys and values held at once while a row is expanded
+
+
+@dataclass(frozen=True, slots=True)
+class UpProjection:
+    """What makes keys `[heads, nope, rank]` and values `[heads, value_dim, rank]` of a latent."""
+
+    k: Tensor
+    v: Tensor
+
+
+class LatentAttention:
+    """Attention of `num_heads` query heads over latents of `mla`."""
+
+    def __init__(self, mla: MLASpec, num_heads: int, scale: float) -> None:
+        self.mla = mla
+        self.absorbed = AttentionShape(
+            num_heads=num_heads, num_kv_heads=1, head_dim=mla.latent_dim, scale=scale, windows=(None,),
+            value_dim=mla.kv_lora_rank, values_in_keys=True,
+        )  # fmt: skip
+        self.expanded = AttentionShape(
+            num_heads=num_heads, num_kv_heads=num_heads, head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+            scale=scale, windows=(None,), value_dim=mla.v_head_dim,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> LatentAttention:
+        """With the shapes of `model`."""
+        assert model.mla is not None
+        scale = model.query_scale if model.query_scale is not None else model.head_dim**-0.5
+        return cls(model.mla, model.num_heads, scale)
+
+    def step(self, batch: PackedBatch, kv: KVStorage) -> LatentStep:
+        """Index tensors and masks of this step, made once."""
+        return LatentStep(self, batch, kv)
+
+
+class LatentStep:
+    """Attention of one step; each layer calls `store`, then `attend` with the same latents."""
+
+    def __init__(self, attention: LatentAttention, batch: PackedBatch, kv: KVStorage) -> None:
+        self.mla, self.kv, self.slots = attention.mla, kv, batch.slots
+        dtype, device = kv.keys[0].dtype, kv.device
+        short = [s for s in batch.spans if absorbing_is_cheaper(self.mla, s.length, s.stop)]
+        long = [s for s in batch.spans if not absorbing_is_cheaper(self.mla, s.length, s.stop)]
+        self.short = _tokens_of(short, batch.num_tokens, device)
+        self.parts = cut(_packed(short), None, attention.absorbed, dtype, device) if short else []
+        self.rows = [SingleRow(span, None, attention.expanded, dtype, device) for span in long]
+
+    def store(self, layer: int, latent: Tensor) -> None:
+        """Write `latent [tokens, rank + rope]` (normed and rotated) of this step's tokens into their slots."""
+        self.kv.keys[layer].index_copy_(0, self.slots, latent[:, None])
+
+    def attend(self, layer: int, q: Tensor, latent: Tensor, up: UpProjection, mark: Mark) -> Tensor:
+        """`q [tokens, heads, nope + rope]` (rotated) to `[tokens, heads * value_dim]`."""
+        latent, keys = latent[:, None], self.kv.keys[layer]
+        if not self.rows:
+            return self._absorbed(q, latent, keys, up, mark).flatten(1)
+        out = q.new_empty(q.shape[0], q.shape[1], up.v.shape[1])
+        if self.parts:
+            out[self.short] = self._absorbed(q[self.short], latent[self.short], keys, up, mark)
+        for row in self.rows:
+            self._expanded(row, q, row.context(latent, keys)[:, 0], up, out[row.where], mark)
+        return out.flatten(1)
+
+    def _absorbed(self, q: Tensor, latent: Tensor, keys: Tensor, up: UpProjection, mark: Mark) -> Tensor:
+        """The short rows, packed: `q [tokens, heads, nope + rope]` to `[tokens, heads, value_dim]`."""
+        tokens, heads, _ = q.shape
+        nope, rank = self.mla.qk_nope_head_dim, self.mla.kv_lora_rank
+        wide = q.new_empty(tokens, heads, self.mla.latent_dim)
+        wide[..., :rank] = torch.bmm(q[..., :nope].transpose(0, 1), up.k).transpose(0, 1)
+        wide[..., rank:] = q[..., nope:]
+        mark("kv_up_proj")
+        sums = q.new_empty(tokens, heads, rank)
+        for part in self.parts:
+            sums[part.where] = part.run(wide, latent, latent, keys, keys)
+        mark("attention")
+        out = torch.bmm(sums.transpose(0, 1), up.v.transpose(1, 2)).transpose(0, 1)
+        mark("kv_up_proj")
+        return out
+
+    def _expanded(self, row: SingleRow, q: Tensor, latent: Tensor, up: UpProjection, out: Tensor, mark: Mark) -> None:
+        """One row over its own `latent [keys, rank + rope]` into `out [queries, heads, value_dim]`."""
+        nope, rank = self.mla.qk_nope_head_dim, self.mla.kv_lora_rank
+        heads, keys = q.shape[1], latent.shape[0]
+        q, width = q[row.where], q.shape[2] + up.v.shape[1]
+        at_once = max(1, EXPAND_BYTES // (keys * width * q.element_size()))
+        source, rotated = latent[:, :rank], latent[:, None, rank:]
+        for low in range(0, heads, at_once):
+            some = slice(low, min(low + at_once, heads))
+            k = q.new_empty(keys, some.stop - low, q.shape[2])
+            k[..., :nope] = torch.mm(source, up.k[some].flatten(0, 1).t()).view(keys, some.stop - low, nope)
+            k[..., nope:] = rotated
+            v = torch.mm(source, up.v[some].flatten(0, 1).t()).view(keys, some.stop - low, -1)
+            mark("kv_up_proj")
+            out[:, some] = row.attend(q[:, some], k, v)
+            mark("attention")
+
+
+def _packed(spans: Sequence[Span]) -> list[Span]:
+    """`spans` as if they were packed without gaps."""
+    packed, offset = [], 0
+    for span in spans:
+        packed.append(span._replace(offset=offset))
+        offset += span.length
+    return packed
+
+
+def _tokens_of(spans: Sequence[Span], num_tokens: int, device: torch.device) -> slice | Tensor:
+    """Packed positions of the tokens of `spans`, a slice where they are all tokens."""
+    if sum(s.length for s in spans) == num_tokens:
+        return slice(0, num_tokens)
+    positions = [i for s in spans for i in range(s.offset, s.offset + s.length)]
+    return torch.tensor(positions, dtype=torch.int64, device=device)
+
+
+__all__ = ["LatentAttention", "LatentStep", "UpProjection"]
