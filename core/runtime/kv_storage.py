@@ -124,7 +124,7 @@ class KVStorage:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros are pages that cost nothing until they are first written; torch.zeros writes them all
     size = math.prod(shape) * dtype.itemsize

@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 ENGINE_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 
 
-def engine_dtype_reasons(needs: Needs) -> list[str]:
-    """Why the engine has no attention for the device and dtype that are needed."""
-    if needs.world != "engine":
-        return []
-    known = ENGINE_DTYPES.get(needs.device)
-    if known is None:
-        return [f"device {needs.device!r} has no attention kernel (known: {', '.join(ENGINE_DTYPES)})"]
-    if needs.dtype not in known:
-        return [f"dtype {needs.dtype} is not served on {needs.device} (known: {', '.join(known)})"]
-    return []
-
-
 class SoftmaxAttention(Technique):
     """Base of the variants; a subclass says how many KV heads it has."""
 

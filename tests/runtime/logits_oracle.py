@@ -17,6 +17,7 @@ import torch
 from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.plan import Need
 from twinfer.core.registry import Registry
+from twinfer.core.runtime.attention_latent import LatentAttention
 from twinfer.core.runtime.attention_torch import attention_of
 from twinfer.core.runtime.batch import PackedRow, pack
 from twinfer.core.runtime.families import load_model
@@ -51,7 +52,7 @@ class TinyModel:
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.reference = getattr(transformers, f"{architecture}ForCausalLM")(self.config).float().eval()
-            for name, tensor in self.reference.named_parameters():
+            for name, tensor in (*self.reference.named_parameters(), *self.reference.named_buffers()):
                 if name.endswith(("bias", "norm.weight")):  # both are constants in a fresh model
                     tensor.data.add_(torch.randn_like(tensor) * 0.2)
         size = sum(t.nbytes for t in self.reference.parameters())
@@ -90,9 +91,9 @@ def run(
 ) -> list[torch.Tensor]:
     """All logits of each sequence, fed in `chunks[i]` pieces; step n feeds the nth chunk of every sequence."""
     spec = tiny.spec
-    kv = KVStorage(spec.num_layers, 128, block_size, spec.num_kv_heads, spec.head_dim)
+    kv = KVStorage.of(spec, 128, block_size)
     tables = tables_for(kv, [len(s) for s in sequences], order)
-    attention = attention_of(spec)
+    attention = LatentAttention.of(spec) if spec.mla is not None and spec.mla.absorbed else attention_of(spec)
     done = [0] * len(sequences)
     out: list[list[torch.Tensor]] = [[] for _ in sequences]
     with torch.inference_mode():
