@@ -170,15 +170,20 @@ def _latest_of(store: RunStore, measured: RunRecord) -> RunRecord:
 
 def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -> RunRecord:
     """The scenario in one world, with progress, until it is done or Ctrl-C is pressed."""
-    from twinfer.core.errors import ConfigError
+    from twinfer.core.errors import ConfigError, EngineError
     from twinfer.core.run_store import RunStore
 
     if scenario.model is None:
         raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
     if scenario.save:
         RunStore(scenario.runs_dir).check_writable()
-    record = start(world, "running" if world == "engine" else "simulating", scenario.config(), scenario.workload(),
-                   scenario.session, on_answer)  # fmt: skip
+    try:
+        record = start(world, "running" if world == "engine" else "simulating", scenario.config(), scenario.workload(),
+                       scenario.session, on_answer)  # fmt: skip
+    except EngineError as error:
+        if error.record is not None and _save(error.record, scenario) is not None:
+            show.note(f"what was done until the engine broke is saved as {error.record.id}")
+        raise
     if scenario.name:
         record.name = scenario.name
     return record

@@ -7,6 +7,8 @@ Invariants
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TwinferError(Exception):
     """Base of every error a user can cause; `str(error)` is one line that says what to change."""
@@ -38,6 +40,15 @@ class ModelError(TwinferError):
 
 class RequestError(TwinferError):
     """A request cannot be served as asked (empty prompt, longer than the context, ...)."""
+
+
+class EngineError(TwinferError):
+    """A running engine broke: a rank died, or its memory ran out.
+
+    `record` is what was done until then (an incomplete `RunRecord`), None where nothing had run.
+    """
+
+    record: Any = None
 
 
 class ProtocolError(RuntimeError):

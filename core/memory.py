@@ -223,7 +223,7 @@ def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int,
         values = f"{heads} * ({key} + {value}) * {kv!r}"
         scales = f" + {heads} * 2 * {spec.kv_scale_bytes!r}" if spec.kv_scale_bytes else ""
     norms = (spec.num_layers * spec.norms_per_layer + 1) * spec.hidden_size
-    tables = spec.other_params() - norms
+    tables = spec.rank_other_params(config.tp) - norms
     blocks = (
         f"{config.num_kv_blocks}"
         if config.num_kv_blocks is not None
@@ -236,7 +236,7 @@ def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int,
         "kv_bytes_per_token": f"{spec.num_layers} * ({values}{scales})",
         "weight_bytes": (
             f"int(({spec.rank_block_params(config.tp)!r} * {spec.block_bits!r}"
-            f" + ({tables} / {config.tp} + {norms}) * {spec.other_bits!r}) / 8)"
+            f" + ({tables} + {norms}) * {spec.other_bits!r}) / 8)"
         ),
         "bytes_per_block": f"{block_size} * {sizes.per_token!r}",
         "num_blocks": blocks,

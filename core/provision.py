@@ -47,6 +47,10 @@ def provision(
     if config.kv_dtype != "auto":
         config = config.model_copy(update={"kv_dtype": canonical_dtype(config.kv_dtype, "kv_dtype")})
     config = config.model_copy(update={"dtype": dtype})
+    pool_bytes = CPU_KV_BYTES
+    if device.kind == "cpu" and config.tp > 1:  # its ranks share the memory of the machine
+        device = device.model_copy(update={"visible_bytes": device.usable_bytes // config.tp})
+        pool_bytes //= config.tp
     needs = Needs(world=world, device="cpu" if device.kind == "cpu" else "cuda", dtype=dtype)
     model, _ = adapt_model(config, spec, registry, needs)
 
@@ -60,9 +64,9 @@ def provision(
     budget = budget_on(model, device, adapted, block_size=block_size, max_request_tokens=max_request_tokens)
     kv_bytes = budget.kv_bytes
     pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
-    capped = device.kind == "cpu" and not pinned and kv_bytes > CPU_KV_BYTES
-    if capped and block_size * budget.kv_bytes_per_token <= CPU_KV_BYTES:
-        kv_bytes = float(CPU_KV_BYTES)
+    capped = device.kind == "cpu" and not pinned and kv_bytes > pool_bytes
+    if capped and block_size * budget.kv_bytes_per_token <= pool_bytes:
+        kv_bytes = float(pool_bytes)
     setup = resolve(
         config.model_copy(update={"max_model_len": budget.max_model_len}),
         spec, registry, kv_bytes, needs, max_request_tokens,
@@ -70,7 +74,7 @@ def provision(
     reasons = {**setup.reasons, **budget.reasons, **reasons}
     if kv_bytes != budget.kv_bytes:
         reasons["num_kv_blocks"] = (
-            f"{setup.limits.num_blocks}: {CPU_KV_BYTES / 2**30:.0f} GiB, the default on a CPU "
+            f"{setup.limits.num_blocks}: {pool_bytes / 2**30:g} GiB{' a rank' if config.tp > 1 else ''}, the default on a CPU "
             "(--kv-memory-bytes changes it)"
         )
     if config.kv_dtype == "auto":

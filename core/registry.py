@@ -62,6 +62,8 @@ class Registry:
         plugin_dirs: Sequence[str | Path] = (),
         entry_points: bool = True,
     ) -> None:
+        self.recipe = (tuple(modules), tuple(map(str, plugin_dirs)), entry_points)
+        """The arguments that make an equal registry, in another process."""
         self._pm = pluggy.PluginManager(GROUP)
         self._pm.add_hookspecs(hookspecs)
         self._found: dict[str, dict[str, Registered]] = {kind: {} for kind in KINDS}

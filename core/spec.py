@@ -311,14 +311,26 @@ class ModelSpec:
         return dtype_bits(self.dtype) if self.other_weight_bits is None else self.other_weight_bits
 
     def replicated_params(self) -> int:
-        """Block weights that every tensor-parallel rank holds whole: routers and MLA's down projections."""
-        n = 0
+        """Block weights that a tensor-parallel rank holds whole: routers, MLA's down projections, norms of heads and
+        the biases of projections back (only rank 0 has those, which is the rank that is counted)."""
+        h, per_layer = self.hidden_size, 0
+        if self.attention_out_bias:
+            per_layer += h
         if self.mla is not None:
             m = self.mla
-            down = self.hidden_size * (m.latent_dim + (m.q_lora_rank or 0)) + m.kv_lora_rank
-            n += self.num_layers * down
+            per_layer += h * (m.latent_dim + (m.q_lora_rank or 0)) + (m.q_lora_rank or 0)
+            per_layer += m.kv_lora_rank if m.latent_norm else 0
+            if self.attention_bias:
+                per_layer += m.latent_dim + (m.q_lora_rank or 0)
+        elif self.qk_norm:
+            per_layer += 2 * self.head_dim
+        n = self.num_layers * per_layer
         if self.moe is not None:
-            n += self.num_moe_layers * self.hidden_size * self.moe.num_experts
+            moe = self.moe
+            router = moe.num_experts * (h + moe.bias + moe.score_bias)
+            n += self.num_moe_layers * (router + (moe.num_experts * h if moe.bias else 0))
+        if self.mlp_bias:
+            n += (self.num_layers - self.num_moe_layers) * h
         return n
 
     def rank_block_params(self, tp: int = 1) -> float:
@@ -326,12 +338,15 @@ class ModelSpec:
         whole = self.replicated_params()
         kv_copies = 0.0
         if self.mla is None:
-            kv = self.num_layers * self.hidden_size * (self.head_dim + self.v_dim)
+            kv = self.num_layers * (self.hidden_size + self.attention_bias) * (self.head_dim + self.v_dim)
             kv_copies = kv * (self.kv_heads_per_rank(tp) - self.num_kv_heads / tp)
         return (self.block_params() - whole) / tp + whole + kv_copies
 
-    def weight_bytes(self, tp: int = 1) -> float:
-        """Bytes of the weights one of `tp` ranks stores; embeddings and head are split by vocabulary."""
+    def rank_other_params(self, tp: int = 1) -> int:
+        """Embeddings and head of one of `tp` ranks, cut by vocabulary (padded to a multiple), and norms."""
         norms = (self.num_layers * self.norms_per_layer + 1) * self.hidden_size
-        others = (self.other_params() - norms) / tp + norms
-        return (self.rank_block_params(tp) * self.block_bits + others * self.other_bits) / 8
+        return (1 if self.tie_embeddings else 2) * -(-self.vocab_size // tp) * self.hidden_size + norms
+
+    def weight_bytes(self, tp: int = 1) -> float:
+        """Bytes of the weights one of `tp` ranks stores."""
+        return (self.rank_block_params(tp) * self.block_bits + self.rank_other_params(tp) * self.other_bits) / 8

@@ -68,7 +68,7 @@ class TorchExecutor:
     ) -> None:
         spec = model.spec
         self.model, self.attention, self.profile = model, attention, profile
-        self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device)
+        self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device, model.parallel.size)
         self.sampler: Samples = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
         self._states: dict[str, _State] = {}
 
@@ -132,7 +132,7 @@ class TorchExecutor:
             try:
                 answers = self._forward(plan, packed, kept, profile)
             except RuntimeError as error:
-                if not _out_of_memory(error):
+                if not _out_of_memory(error) or self.model.parallel.size > 1:  # the other ranks would go on without it
                     raise
                 failure = "out of device memory; lower --max-num-batched-tokens or the size of the KV pool"
                 answers = [RowResult(failure=failure)] * len(kept)

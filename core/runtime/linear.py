@@ -5,6 +5,7 @@ Invariants
 * On the CPU weights are kept as `[in, out]`: at 4-64 rows the BLAS of stock torch is up to 1.6x faster that way
   than with `[out, in]`, and equal at one row. Elsewhere the checkpoint's layout is kept.
 * A tied token table exists once; the embedding then reads columns of the transposed table.
+* A share of a weight is not kept as a view of the whole.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from twinfer.core.runtime.parallel import ALONE, Mark, Parallel
+
 Linear = Callable[[Tensor], Tensor]
 """`[tokens, in]` to `[tokens, out]`; what quantizers put in place of `Dense`."""
 
 LinearFactory = Callable[[str, Tensor, "Tensor | None"], Linear]
 """(name of the op, weight `[out, in]`, bias `[out]` or None) to a linear."""
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """`tensor` in memory of its own: a share of a weight must not keep the whole alive."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class Dense:
@@ -28,7 +36,7 @@ class Dense:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.transposed = weight.device.type == "cpu"
-        self.weight = weight.t().contiguous() if self.transposed else weight.contiguous()
+        self.weight = owned(weight.t().contiguous() if self.transposed else weight.contiguous())
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -47,16 +55,29 @@ def fused(parts: Sequence[Tensor]) -> Tensor:
 
 
 class TokenTable:
-    """Embedding and, when tied, the LM head of one `[vocab, hidden]` table."""
+    """Embedding and, when tied, the LM head of one `[vocab, hidden]` table, cut by vocabulary over the ranks."""
 
-    __slots__ = ("head", "table")
+    __slots__ = ("first", "head", "parallel", "table")
 
-    def __init__(self, weight: Tensor, tied: bool) -> None:
+    def __init__(self, weight: Tensor, tied: bool, parallel: Parallel = ALONE) -> None:
+        weight = parallel.cut_vocab(weight)
+        self.parallel, self.first = parallel, parallel.rank * len(weight)
         self.head = Dense(weight) if tied else None
-        self.table = weight if self.head is None else self.head.weight
+        self.table = self.head.weight if self.head is not None else weight if parallel.size == 1 else owned(weight)
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, mark: Mark | None = None) -> Tensor:
         """`ids [tokens]` to `[tokens, hidden]`."""
+        if self.parallel.size == 1:
+            return self._look_up(ids)
+        ids = ids - self.first
+        num_rows = self.table.shape[1 if self.head is not None and self.head.transposed else 0]
+        elsewhere = (ids < 0) | (ids >= num_rows)
+        x = self._look_up(ids.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
+        if mark is not None:
+            mark("embed")
+        return self.parallel.all_reduce(x, mark)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
         if self.head is not None and self.head.transposed:
             return self.table.index_select(1, ids).t().contiguous()
         return self.table.index_select(0, ids)

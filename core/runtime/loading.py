@@ -31,7 +31,9 @@ from twinfer.core.runtime.convert import differs
 from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel, load_model
 from twinfer.core.runtime.sampler import Samples
+from twinfer.core.runtime.parallel import ALONE, Parallel
 from twinfer.core.runtime.stop_strings import StoppingExecutor
+from twinfer.core.runtime.tensor_parallel import Ranks, refuse_indivisible
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
@@ -53,6 +55,8 @@ class Engine:
     tokenizer: Tokenizer
     model: DecoderModel
     executor: Executor
+    ranks: Ranks | None = None
+    """The other ranks, with `--tp`; they end with the last executor on them."""
 
     def build_core(self) -> Core:
         """A fresh Core; only one at a time may drive the executor."""
@@ -67,13 +71,16 @@ class Engine:
                     option, getattr(setup.config, option), "differs from the loaded engine's",
                     f"use {getattr(self.setup.config, option)!r} or load another engine",
                 )  # fmt: skip
+        if setup.config.tp != self.setup.config.tp:
+            raise ConfigError("--tp", setup.config.tp, "differs from the loaded engine's", f"use {self.setup.config.tp}")
         if differs(setup.model, self.setup.model):
             raise ConfigError(
                 "--attention", str(setup.config.attention or setup.model.variant),
                 f"the loaded weights are {self.setup.model.variant} with {self.setup.model.num_kv_heads} KV heads",
                 "load another engine",
             )  # fmt: skip
-        return replace(self, setup=setup, executor=_executor(setup, self.registry, self.model, self.tokenizer))
+        executor = _executor(setup, self.registry, self.model, self.tokenizer, self.ranks)
+        return replace(self, setup=setup, executor=executor)
 
     @property
     def observers(self) -> Observers | None:
@@ -87,19 +94,26 @@ class Engine:
 
     def environment(self) -> dict[str, Any]:
         """What a run depends on besides its configuration."""
-        return environment() | {"device": self.device.name, "weights": self.weights.name}
+        found = environment() | {"device": self.device.name, "weights": self.weights.name}
+        return found if self.ranks is None else found | {"tensor_parallel": self.ranks.environment}
 
     def close(self) -> None:
         self.executor.close()
 
 
 def load_engine(
-    config: EngineConfig, registry: Registry | None = None, *, longest_request: LongestRequest | None = None
+    config: EngineConfig,
+    registry: Registry | None = None,
+    *,
+    longest_request: LongestRequest | None = None,
+    on_phase: Callable[[str], None] | None = None,
 ) -> Engine:
     """Load `config.model` and build what runs it.
 
     longest_request: answers the prompt plus output tokens of the longest request, when the workload is known.
-    Raises ConfigError for options that cannot work here and ModelError for a model that cannot be loaded.
+    on_phase: told what is being done, where that takes long.
+    Raises ConfigError for options that cannot work here, ModelError for a model that cannot be loaded and EngineError
+    when a rank of `tp` dies.
     """
     registry = registry if registry is not None else default_registry()
     spec = resolve_spec(config.model)
@@ -109,12 +123,24 @@ def load_engine(
     tokenizer = load_tokenizer(weights)
     setup = _setup(config, spec, registry, device, tokenizer, longest_request)
     native.load()  # built here, so that no step waits for a compiler
-    model = load_model(
-        setup.model, weights, registry, target, DTYPES[setup.model.dtype], checkpoint=setup.checkpoint,
-        attention=_attention(setup, registry),
+    ranks = None
+    if setup.config.tp == 1:
+        model = load_share(setup, weights, registry, target)
+    else:
+        ranks = Ranks(setup.config.tp, target, registry, on_phase or (lambda phase: None))
+        model = ranks.load(setup, weights, lambda parallel: load_share(setup, weights, registry, target, parallel))
+    executor = _executor(setup, registry, model, tokenizer, ranks)
+    return Engine(setup, registry, device, spec, weights, tokenizer, model, executor, ranks)
+
+
+def load_share(
+    setup: Setup, weights: Path, registry: Registry, device: torch.device, parallel: Parallel = ALONE
+) -> DecoderModel:
+    """The weights of one rank as a runnable model."""
+    return load_model(
+        setup.model, weights, registry, device, DTYPES[setup.model.dtype], parallel=parallel,
+        checkpoint=setup.checkpoint, attention=_attention(setup, registry),
     )  # fmt: skip
-    executor = _executor(setup, registry, model, tokenizer)
-    return Engine(setup, registry, device, spec, weights, tokenizer, model, executor)
 
 
 def _setup(
@@ -134,6 +160,7 @@ def _setup(
     longest = longest_request(spec, tokenizer) if longest_request is not None else None
     setup = provision(config, spec, registry, device, world="engine", max_request_tokens=longest)
     model = setup.model
+    refuse_indivisible(model, setup.config.tp)
     if model.dtype not in DTYPES:
         raise ConfigError("--dtype", model.dtype, "the engine cannot compute in it", f"use {', '.join(DTYPES)}")
     if model.kv_dtype != model.dtype:
@@ -144,18 +171,23 @@ def _setup(
     return setup
 
 
-def _executor(setup: Setup, registry: Registry, model: DecoderModel, tokenizer: Tokenizer) -> Executor:
-    return StoppingExecutor(torch_executor(setup, registry, model), tokenizer)
+def _executor(
+    setup: Setup, registry: Registry, model: DecoderModel, tokenizer: Tokenizer, ranks: Ranks | None
+) -> Executor:
+    executor = torch_executor(setup, registry, model)
+    return StoppingExecutor(executor if ranks is None else ranks.executor(setup, executor), tokenizer)
 
 
 def torch_executor(
     setup: Setup, registry: Registry, model: DecoderModel, sampler: Samples | None = None
 ) -> TorchExecutor:
     """What runs the plans of `setup` on `model`, with a KV pool of its own; `sampler` instead of the usual one."""
+    if sampler is not None and model.parallel.size > 1:
+        raise ConfigError("--tp", model.parallel.size, "its ranks sample for themselves", "use --tp 1 for this")
     attention = _attention(setup, registry)
     # Profiling waits for the device after every op; only a CPU has nothing to wait for.
     return TorchExecutor(
-        model, attention.build(setup.model), setup.limits.num_blocks, setup.block_size, sampler,
+        model, attention.build(model.parallel.local(setup.model)), setup.limits.num_blocks, setup.block_size, sampler,
         profile=model.device.type == "cpu",
     )  # fmt: skip
 
@@ -180,13 +212,20 @@ def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:
             "--device", config.device, "this machine has no such device (torch finds no GPU)",
             "use auto to run on this machine, or simulate it",
         )  # fmt: skip
-    return torch.device("cuda")
+    if config.tp > torch.cuda.device_count():
+        raise ConfigError(
+            "--tp", config.tp, f"this machine has {torch.cuda.device_count()} GPU(s), one a rank is needed",
+            f"use at most {torch.cuda.device_count()}, or simulate it",
+        )  # fmt: skip
+    return torch.device("cuda", 0) if config.tp > 1 else torch.device("cuda")
 
 
 def _refuse_unserved(config: EngineConfig) -> None:
-    for option, value in (("--tp", config.tp), ("--num-devices", config.num_devices)):
-        if value not in (1, None):
-            raise ConfigError(option, value, "the engine runs on one device", "use 1, or simulate it")
+    if config.num_devices not in (None, config.tp):
+        raise ConfigError(
+            "--num-devices", config.num_devices, f"one engine of --tp {config.tp} uses {config.tp} device(s)",
+            f"give --num-devices {config.tp}, or --tp {config.num_devices}",
+        )  # fmt: skip
     if config.quantizer is not None:
         raise ConfigError(
             "--quant", str(config.quantizer), "the engine runs weights as they are stored",
@@ -225,4 +264,4 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-__all__ = ["Engine", "environment", "load_engine", "torch_executor"]
+__all__ = ["Engine", "environment", "load_engine", "load_share", "torch_executor"]

@@ -7,20 +7,25 @@ Invariants
 * `ALONE` changes nothing and costs nothing: a model file is written once, for any number of ranks.
 * Every rank calls the same collectives in the same order: they follow from the plan alone.
 * Whole heads belong to a rank. With more ranks than KV heads each head is held by `size / num_heads` ranks.
+* Shares are equal in shape on all ranks; the vocabulary is padded to a multiple of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.spec import ModelSpec
+
+Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """`rank` of `size`. The base class is the single rank; `tensor_parallel.py` has the one that communicates."""
+    """`rank` of `size`. The base class is the single rank; `process_group.py` has the one that communicates."""
 
     rank: int = 0
     size: int = 1
@@ -34,6 +39,13 @@ class Parallel:
     def kv_heads(self, num_kv_heads: int) -> int:
         """KV heads of this rank."""
         return max(1, num_kv_heads // self.size)
+
+    def local(self, model: ModelSpec) -> ModelSpec:
+        """`model` with the heads of one rank: what attention and the KV pool of a rank are made for."""
+        if self.size == 1:
+            return model
+        heads = self.share(model.num_heads, "attention heads")
+        return replace(model, num_heads=heads, num_kv_heads=self.kv_heads(model.num_kv_heads))
 
     def cut(self, tensor: Tensor, dim: int = 0, what: str = "rows") -> Tensor:
         """This rank's contiguous share of dimension `dim`."""
@@ -54,11 +66,23 @@ class Parallel:
             raise ConfigError("--tp", self.size, f"is no multiple of the {num_heads} KV heads", "use a multiple of it")
         return tensor.narrow(dim, self.rank * num_heads // self.size * width, width)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` summed over the ranks (in place)."""
+    def cut_vocab(self, table: Tensor) -> Tensor:
+        """This rank's rows of a `[vocab, ...]` table, `ceil(vocab / size)` of them; what is missing is zeros."""
+        if self.size == 1:
+            return table
+        length = -(-len(table) // self.size)
+        rows = table[self.rank * length : (self.rank + 1) * length]
+        if len(rows) == length:
+            return rows
+        whole = table.new_zeros((length, *table.shape[1:]))
+        whole[: len(rows)] = rows
+        return whole
+
+    def all_reduce(self, x: Tensor, mark: Mark | None = None) -> Tensor:
+        """`x` summed over the ranks (in place); `mark` is told when there was something to sum."""
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, mark: Mark | None = None) -> Tensor:
         """The ranks' `x` joined along the last dimension, in rank order."""
         return x
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from twinfer.core.config import EngineConfig
+from twinfer.core.errors import EngineError
 from twinfer.core.events import Event, Finished, Output, Rejected, Submit, TokenDelta
 from twinfer.core.loop import LocalInbox, drive
 from twinfer.core.params import SamplingParams
@@ -50,7 +51,8 @@ def run_engine(
     on_progress(done requests, all requests, info) is called at most ten times a second while the run goes on, with
     `info["phase"]` "load", "warm up" or "run".  should_stop() is asked before each step and while waiting.
     on_answer(prompt, text) is called for each request after the run, in the order of arrival.
-    Raises ConfigError, ModelError or RequestError for what cannot be run; nothing has run then.
+    Raises ConfigError, ModelError or RequestError for what cannot be run; nothing has run then. An engine that breaks
+    while it runs is an EngineError, whose `record` is what was done until then.
     """
     registry = registry or default_registry()
     tell = on_progress or (lambda done, total, info: None)
@@ -65,7 +67,10 @@ def run_engine(
         )  # fmt: skip
         return max(len(r.prompt) + r.params.max_tokens for r in requests)
 
-    engine = load_engine(config, registry, longest_request=longest_request)
+    engine = load_engine(
+        config, registry, longest_request=longest_request,
+        on_phase=lambda phase: tell(0, 0, {"phase": "load", "doing": phase}),
+    )  # fmt: skip
     try:
         tell(0, len(requests), {"phase": "warm up"})
         warm_up(engine, requests)
@@ -143,6 +148,9 @@ def serve(
         drive(core, engine.executor, inbox, clock, emit, recorder, engine.observers)
     except _Stopped:
         complete = False
+    except EngineError as error:
+        error.record = recorder.finish(complete=False)
+        raise
     if on_answer is not None:
         for request in requests:
             on_answer(engine.tokenizer.decode(request.prompt), engine.tokenizer.decode(answers[request.id]))

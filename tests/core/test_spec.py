@@ -105,10 +105,21 @@ def test_ranks_hold_the_whole_model_between_them() -> None:
     assert four == 3 * norms * 2 + 2 * one_head, "two KV heads on four ranks: each is held twice"
 
 
+def test_what_no_rank_can_halve_is_counted_whole() -> None:
+    """Norms of heads, biases of projections back (rank 0's), and a vocabulary that has to be padded."""
+    plain = spec()
+    odd = replace(plain, qk_norm=True, attention_out_bias=True, mlp_bias=True, vocab_size=plain.vocab_size + 1)
+    per_layer = 2 * 16 + 64 + 64
+    assert odd.replicated_params() == 2 * per_layer
+    assert odd.rank_other_params(2) == plain.rank_other_params(2) + (1 if odd.tie_embeddings else 2) * 64
+    cut = odd.rank_block_params(2) - plain.rank_block_params(2) - 2 * per_layer
+    assert cut == 2 * 2 * odd.intermediate_size / 2, "biases of gate and up are cut with their columns"
+
+
 def test_routers_and_latent_projections_are_replicated() -> None:
     model = resolve_spec("deepseek-v3")
-    routers = 58 * 7168 * 256
-    down = 61 * (7168 * (512 + 64 + 1536) + 512)
+    routers = 58 * 256 * (7168 + 1)  # and the bias of each expert's score
+    down = 61 * (7168 * (512 + 64 + 1536) + 512 + 1536)  # and the norms of both latents
     assert model.replicated_params() == routers + down
     assert model.rank_block_params(8) == pytest.approx((model.block_params() - routers - down) / 8 + routers + down)
 

@@ -387,7 +387,7 @@ def test_closed_llms_say_so(engine: Engine) -> None:
         ({"dtype": "float16"}, "float16"),
         ({"dtype": "flaot32"}, "did you mean 'float32'"),
         ({"kv_dtype": "int8"}, "KV"),
-        ({"tp": 2}, "one device"),
+        ({"tp": 3}, "attention heads"),
         ({"quantizer": "int8"}, "quant"),
         ({"device": "h100-sxm"}, "no such device"),
         ({"attention": "mha"}, "mha"),

@@ -186,7 +186,8 @@ def test_observers_see_steps_and_requests(tiny_llama_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "load", "says"),
     [
-        ({"tp": 2}, {}, "one device"),
+        ({"tp": 3}, {}, "attention heads"),
+        ({"num_devices": 2}, {}, "num-devices"),
         ({"scheduler": "nope"}, {}, "no such scheduler"),
         ({"num_kv_blocks": 1}, {}, "num-kv-blocks"),
         ({}, {"trace": "/nowhere.csv"}, "nowhere"),

@@ -38,11 +38,12 @@ Mark = Callable[[str], None]
 
 
 class DecoderModel(Protocol):
-    """A decoder-only transformer on one device."""
+    """A decoder-only transformer on one device, or one rank's share of it; `spec` is of the whole model."""
 
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    parallel: Parallel
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionStep, logits_index: Tensor, mark: Mark
@@ -97,9 +98,11 @@ def load_model(
         source = Unpacked(source, packed)
     check_tensors(source, family.expected_tensors(original), family.name)
 
-    def build(spec: ModelSpec, source: WeightSource, dtype: torch.dtype, linear: LinearFactory) -> DecoderModel:
+    def build(
+        spec: ModelSpec, source: WeightSource, dtype: torch.dtype, linear: LinearFactory, rank: Parallel = ALONE
+    ) -> DecoderModel:
         with torch.inference_mode():
-            built: DecoderModel = family(None).build(spec, Loader(source, dtype, device), linear, parallel or ALONE)
+            built: DecoderModel = family(None).build(spec, Loader(source, dtype, device), linear, rank)
         return built
 
     if differs(original, model):
@@ -112,4 +115,4 @@ def load_model(
             original, source, torch.device(device), lambda linear: build(original, source, torch.float32, linear)
         )
         source, model = attention.convert(whole, model)
-    return build(model, source, dtype or torch.float32, linear or dense)
+    return build(model, source, dtype or torch.float32, linear or dense, parallel or ALONE)

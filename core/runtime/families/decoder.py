@@ -6,9 +6,9 @@
 
 Invariants
 * Projections into heads or MLP columns are cut by rows, those back to the hidden size by columns, whole heads to a
-  rank; a block returns the sum over the ranks. Norms and the token table are whole on every rank.
+  rank; a block returns the sum over the ranks. Norms are whole on every rank.
 * A bias of a projection back counts once: rank 0 adds it.
-* The LM head is cut by vocabulary where the ranks divide it, else whole on every rank; logits are always whole.
+* Token table and LM head are cut by vocabulary; activations and logits are whole on every rank.
 """
 
 from __future__ import annotations
@@ -92,23 +92,19 @@ class Decoder:
     def __init__(self, weights: RankLoader) -> None:
         spec, load, parallel = weights.spec, weights.load, weights.parallel
         self.spec, self.dtype, self.device, self.parallel = spec, load.dtype, load.device, parallel
-        whole = load("model.embed_tokens.weight")
-        # with one rank a tied table is stored once, in the layout of the head
-        self.table = TokenTable(whole, spec.tie_embeddings and parallel.size == 1)
-        self.head_is_cut = parallel.size > 1 and spec.vocab_size % parallel.size == 0
+        self.table = TokenTable(load("model.embed_tokens.weight"), spec.tie_embeddings, parallel)
         if self.table.head is not None:
             self.lm_head: Linear = self.table.head
         else:
-            head = whole if spec.tie_embeddings else load("lm_head.weight")
-            self.lm_head = weights.linear("lm_head", parallel.cut(head) if self.head_is_cut else head, None)
+            self.lm_head = weights.linear("lm_head", parallel.cut_vocab(load("lm_head.weight")), None)
         self.norm = load("model.norm.weight")
         self.rotary = rotary_of(spec, load)
         # rounded to the dtype of the activations, as transformers does
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=load.dtype).item()
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, mark: Mark | None = None) -> Tensor:
         """`tokens [tokens]` to `[tokens, hidden]`, scaled."""
-        x = self.table.embed(tokens)
+        x = self.table.embed(tokens, mark)
         return x if self.embed_scale == 1.0 else x.mul_(self.embed_scale)
 
     def logits(self, x: Tensor, index: Tensor, mark: Mark) -> Tensor:
@@ -117,8 +113,9 @@ class Decoder:
         x = ops.rms_norm(x.index_select(0, index), self.norm, spec.norm_eps, spec.norm_plus_one)
         mark("norms")
         logits = self.lm_head(x)
-        if self.head_is_cut:
-            logits = self.parallel.all_gather(logits)
+        if self.parallel.size > 1:
+            mark("lm_head")
+            logits = self.parallel.all_gather(logits, mark)[:, : spec.vocab_size]
         logits = logits.float()
         if spec.logit_softcap is not None:
             logits = logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)

@@ -33,7 +33,7 @@ class GatedMLP:
         )
 
     def __call__(self, x: Tensor, mark: Mark) -> Tensor:
-        return self.parallel.all_reduce(self.partial(x, mark))
+        return self.parallel.all_reduce(self.partial(x, mark), mark)
 
     def partial(self, x: Tensor, mark: Mark) -> Tensor:
         """This rank's part of the sum."""

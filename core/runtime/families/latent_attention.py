@@ -126,7 +126,7 @@ class LatentBlock:
             mark("attention")
         out = self.o_proj(out)
         mark("o_proj")
-        return self.parallel.all_reduce(out)
+        return self.parallel.all_reduce(out, mark)
 
 
 def _halves(weight: Tensor | None, m: MLASpec) -> Tensor | None:

@@ -75,7 +75,7 @@ class Llama(Decoder):
     ) -> Tensor:
         """Float32 logits `[len(logits_index), vocab]`; see `DecoderModel`."""
         eps = self.spec.norm_eps
-        x = self.embed(tokens)
+        x = self.embed(tokens, mark)
         rotation = self.rotary(positions)
         mark("embed")
         h = ops.rms_norm(x, self.layers[0].input_norm, eps)

@@ -95,7 +95,7 @@ class MoE:
         out = self._experts(x, weights, chosen, mark)
         if self.shared is not None:
             out = out.add_(self.shared.partial(x, mark))
-        return self.parallel.all_reduce(out)
+        return self.parallel.all_reduce(out, mark)
 
     def _experts(self, x: Tensor, weights: Tensor, chosen: Tensor, mark: Mark) -> Tensor:
         """This rank's part of the weighted sum of the chosen experts, `[tokens, hidden]`."""

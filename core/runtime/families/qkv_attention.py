@@ -60,7 +60,7 @@ class QKVAttention:
         mark("attention")
         out = self.o_proj(out)
         mark("o_proj")
-        return self.parallel.all_reduce(out)
+        return self.parallel.all_reduce(out, mark)
 
 
 __all__ = ["QKVAttention"]
