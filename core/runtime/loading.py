@@ -30,8 +30,8 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.convert import differs
 from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel, load_model
-from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.parallel import ALONE, Parallel
+from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.stop_strings import StoppingExecutor
 from twinfer.core.runtime.tensor_parallel import Ranks, refuse_indivisible
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -72,7 +72,9 @@ class Engine:
                     f"use {getattr(self.setup.config, option)!r} or load another engine",
                 )  # fmt: skip
         if setup.config.tp != self.setup.config.tp:
-            raise ConfigError("--tp", setup.config.tp, "differs from the loaded engine's", f"use {self.setup.config.tp}")
+            raise ConfigError(
+                "--tp", setup.config.tp, "differs from the loaded engine's", f"use {self.setup.config.tp}"
+            )
         if differs(setup.model, self.setup.model):
             raise ConfigError(
                 "--attention", str(setup.config.attention or setup.model.variant),
