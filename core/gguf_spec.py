@@ -8,7 +8,9 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,25 @@ def spec_from_gguf(path: str | Path) -> ModelSpec:
         config = _hf_config_of_gguf(header, name)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path}: metadata of the GGUF file cannot be understood ({error!r})") from None
-    spec = spec_from_hf(config, name)
+    spec = _with_biases(spec_from_hf(config, name), header)
     values = sum(t.num_values for t in header.tensors.values())
     types = sorted({t.type for t in header.tensors.values()})
     stored = sum(t.nbytes for t in header.tensors.values()) * 8 / values if values else 0.0
     return replace(spec, extra={"stored_bits": stored, "stored_types": types, "stored_values": values})
+
+
+def _with_biases(spec: ModelSpec, header: GGUFHeader) -> ModelSpec:
+    """Biases are where the file has them: no key of the header tells."""
+
+    def has(*parts: str) -> bool:
+        return any(f"blk.0.{part}.bias" in header.tensors for part in parts)
+
+    return replace(
+        spec,
+        attention_bias=has("attn_q", "attn_k", "attn_v", "attn_qkv"),
+        attention_out_bias=has("attn_output"),
+        mlp_bias=has("ffn_gate", "ffn_up", "ffn_down"),
+    )
 
 
 def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
@@ -53,10 +69,23 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
     def key(suffix: str, default: Any = None) -> Any:
         return meta.get(f"{arch}.{suffix}", default)
 
-    heads, hidden = key("attention.head_count"), key("embedding_length")
-    kv_heads = key("attention.head_count_kv", heads)
-    if isinstance(kv_heads, list | Length) or isinstance(key("feed_forward_length"), list | Length):
-        raise ModelError(f"{name}: layers of different shapes are not supported (per-layer lists in the GGUF header)")
+    def number(suffix: str, default: float) -> float:
+        """The header holds float32: round to what was meant (1e-05, not 9.99999974e-06)."""
+        return float(f"{key(suffix, default):.7g}")
+
+    def count(suffix: str, default: Any = None) -> Any:
+        """One value for all layers; some writers store it once per layer."""
+        value = key(suffix, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            return value[0]
+        if isinstance(value, list | Length):
+            raise ModelError(f"{name}: layers of different shapes are not supported ({arch}.{suffix} is a list)")
+        return value
+
+    layers, heads, hidden = key("block_count"), count("attention.head_count"), key("embedding_length")
+    head_dim = count("attention.key_length", hidden // heads)
+    if count("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{name}: values of another width than keys are not supported")
     embedding = header.tensors.get("token_embd.weight")
     tokens = meta.get("tokenizer.ggml.tokens", ())
     vocab = embedding.shape[0] if embedding else tokens.num_entries if isinstance(tokens, Length) else len(tokens)
@@ -64,19 +93,19 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
     stored = {t.type for t in header.tensors.values() if len(t.shape) > 1}
     config: dict[str, Any] = {
         "architectures": [GGUF_FAMILIES[arch]],
-        "num_hidden_layers": key("block_count"),
+        "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": key("attention.key_length", hidden // heads),
-        "intermediate_size": key("feed_forward_length"),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": count("feed_forward_length"),
         "vocab_size": vocab,
         "max_position_embeddings": key("context_length"),
-        # the header holds float32: round to what was meant (1e-05, not 9.99999974e-06)
-        "rope_theta": float(f"{key('rope.freq_base', 10000.0):.7g}"),
-        "rms_norm_eps": float(f"{key('attention.layer_norm_rms_epsilon', 1e-6):.7g}"),
+        "rope_theta": number("rope.freq_base", 10000.0),
+        "partial_rotary_factor": count("rope.dimension_count", head_dim) / head_dim,
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", 1e-6),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "sliding_window": key("attention.sliding_window"),
+        "sliding_window": key("attention.sliding_window") or None,  # 0 is written for none
         "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         # quantized formats do not say what they were trained in; bfloat16 keeps the range of every scale
@@ -85,25 +114,49 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
     if arch in ("gemma2", "gemma3"):
         config["hidden_activation"] = "gelu_pytorch_tanh"
         # llama.cpp keeps no scale: head_dim, except for the largest model of each family
-        large = {"gemma2": 46, "gemma3": 62}[arch] == key("block_count")
-        config["query_pre_attn_scalar"] = hidden // heads if large else config["head_dim"]
-    if arch == "gemma2":
-        config["attn_logit_softcapping"] = key("attn_logit_softcapping", 50.0)
-        config["final_logit_softcapping"] = key("final_logit_softcapping", 30.0)
+        large = {"gemma2": 46, "gemma3": 62}[arch] == layers
+        config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+        config["attn_logit_softcapping"] = key("attn_logit_softcapping", 50.0 if arch == "gemma2" else None)
+        config["final_logit_softcapping"] = key("final_logit_softcapping", 30.0 if arch == "gemma2" else None)
+        config["rope_local_base_freq"] = number("rope.freq_base_swa", 10000.0)
+    pattern = key("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
     if key("expert_count"):
         config["num_experts_per_tok"] = key("expert_used_count")
         if arch == "llama":
             config |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": key("expert_count")}
         else:
             config |= {"num_experts": key("expert_count"), "moe_intermediate_size": key("expert_feed_forward_length")}
-    if key("rope.scaling.type") not in (None, "none"):
-        config["rope_scaling"] = {
-            "rope_type": key("rope.scaling.type"),
-            "factor": key("rope.scaling.factor", 1.0),
-            "original_max_position_embeddings": key("rope.scaling.original_context_length"),
-        }
-    elif "rope_freqs.weight" in header.tensors:
-        config["rope_scaling"] = {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
-    if arch == "phi3" and "rope_factors_long.weight" in header.tensors:
-        config["rope_scaling"] = {"rope_type": "longrope", "tensor": "rope_factors_long.weight"}
+    scaling = _rope_scaling(header, key)
+    if scaling:
+        config["rope_scaling"] = scaling
     return config
+
+
+def _rope_scaling(header: GGUFHeader, key: Callable[..., Any]) -> dict[str, Any]:
+    """The scaling in Hugging Face's terms; factors that lie in tensors are named as such."""
+    kind, original = key("rope.scaling.type"), key("rope.scaling.original_context_length")
+    factor, attention = key("rope.scaling.factor"), key("rope.scaling.attn_factor")
+    if "rope_factors_long.weight" in header.tensors:
+        pairs = header.tensors["rope_factors_long.weight"].num_values
+        unit = [1.0] * pairs  # the tensors are what counts (`runtime/rope.py`)
+        found = {"rope_type": "longrope", "short_factor": unit, "long_factor": unit}
+        return found | _given(original_max_position_embeddings=original, attention_factor=attention)
+    if "rope_freqs.weight" in header.tensors:
+        return {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
+    if kind in (None, "none"):
+        return {}
+    found = {"rope_type": kind} | _given(factor=factor, original_max_position_embeddings=original)
+    if kind == "yarn":
+        found |= _given(
+            beta_fast=key("rope.scaling.yarn_beta_fast"), beta_slow=key("rope.scaling.yarn_beta_slow"),
+            attention_factor=attention and factor and attention * (0.1 * log(factor) + 1.0),
+        )  # fmt: skip
+    return found
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

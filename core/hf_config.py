@@ -164,6 +164,7 @@ def _read(c: _Config, family: str) -> ModelSpec:
         linear_dtype=linear_dtype,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
         bos_token_id=c.get("bos_token_id"),
+        extra={} if block_bits is None else {"stored_as": c.get("quantization_config")["quant_method"]},
     )
 
 

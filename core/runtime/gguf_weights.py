@@ -32,6 +32,7 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -45,6 +46,7 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI3 = {"ffn_up": "mlp.gate_up_proj"}
 _BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)$")
 _CHUNK = 32768  # values per row handed to the dequantizer, which works on 16 rows at a time
 
@@ -77,7 +79,8 @@ class GGUFWeights:
         if match is None:
             return stored
         layer, part, kind = match.groups()
-        names = _LAYER | _GEMMA if self.architecture.startswith("gemma") else _LAYER
+        own = _GEMMA if self.architecture.startswith("gemma") else _PHI3 if self.architecture == "phi3" else {}
+        names = _LAYER | own
         return f"model.layers.{layer}.{names[part]}.{kind}" if part in names else stored
 
     def names(self) -> Iterable[str]:

@@ -8,7 +8,8 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,23 +176,42 @@ class Unpacked:
         return self._last[1][start:stop]
 
 
-def check_tensors(source: WeightSource, expected: Mapping[str, tuple[int, ...]], family: str) -> None:
-    """Raise a ModelError that lists what is missing or has another shape than `expected`."""
-    found = set(source.names())
+_HARMLESS = re.compile(
+    r"(^rope_freqs|^rope_factors_(long|short)|\.inv_freq|\.attn_rot_embd|masked_bias|^lm_head)(\.weight)?$"
+)
+"""Tensors that may be there: what is computed from the configuration anyway, and the head of a tied table."""
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def check_tensors(
+    source: WeightSource,
+    expected: Mapping[str, tuple[int, ...]],
+    family: str,
+    unused: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Raise a ModelError that lists what is missing, has another shape than `expected` or is not expected at all.
+
+    unused: names that a checkpoint of the family may hold and this engine leaves alone.
+    """
+    found = {name for name in source.names() if name in expected or not (_HARMLESS.search(name) or unused(name))}
     missing = [name for name in expected if name not in found]
     misshapen = [
         f"{name} is {list(source.shape(name))}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in found and source.shape(name) != tuple(shape)
     ]
-    if not missing and not misshapen:
+    unknown = sorted(found - expected.keys())
+    if not missing and not misshapen and not unknown:
         return
     parts = []
     if missing:
         parts.append(f"missing {_some(missing)}")
-        unknown = sorted(found - expected.keys())
-        if unknown:
-            parts.append(f"found but not expected {_some(unknown)}")
+    if unknown:
+        parts.append(f"found but not expected {_some(unknown)}")
+    layers = [1 + max((int(m[1]) for m in map(_LAYER.match, names) if m), default=-1) for names in (found, expected)]
+    if layers[0] != layers[1]:
+        parts.append(f"{layers[0]} layers found, {layers[1]} in the configuration")
     if misshapen:
         parts.append(f"wrong shape: {_some(misshapen)}")
     raise ModelError(

@@ -110,8 +110,47 @@ def test_misshapen_tensors_are_listed(spec: ModelSpec, tiny_llama_dir: Path) -> 
 
 def test_long_lists_are_cut(spec: ModelSpec, tiny_llama_dir: Path) -> None:
     deeper = replace(spec, num_layers=6)
-    with pytest.raises(ModelError, match=r"\(21 tensors found, 57 expected\): missing .* and 30 more$"):
+    with pytest.raises(
+        ModelError, match=r"\(21 tensors found, 57 expected\): missing .* and 30 more; 2 layers found, 6 in"
+    ):
         check_tensors(open_weights(tiny_llama_dir), expected_tensors(deeper), "llama")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(num_layers=1), r"found but not expected model.layers.1.* and \d+ more; 2 layers found, 1 in the config"),
+        (dict(num_layers=2), r"found but not expected model.layers.0.self_attn.q_proj.bias$"),
+    ],
+)
+def test_more_than_the_configuration_says_is_refused(
+    spec: ModelSpec, tensors: dict[str, torch.Tensor], tmp_path: Path, changes: dict[str, int], words: str
+) -> None:
+    stored = dict(tensors)
+    if changes["num_layers"] == 2:
+        stored["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=words):
+        load_model(replace(spec, **changes), tmp_path, Registry(entry_points=False))
+
+
+def test_what_is_computed_or_tied_may_be_stored(
+    spec: ModelSpec, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Frequencies in old checkpoints, and a head that the configuration ties to the embedding."""
+    save_file(
+        tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, tmp_path / "model.safetensors"
+    )
+    for tied in (False, True):
+        load_model(replace(spec, tie_embeddings=tied), tmp_path, Registry(entry_points=False))
+
+
+def test_weights_of_another_format_are_refused_in_words(tiny_llama_dir: Path) -> None:
+    config = json.loads((tiny_llama_dir / "config.json").read_text())
+    for method in ("gptq", "awq", "fp8"):
+        stored = spec_from_hf(config | {"quantization_config": {"quant_method": method}}, "tiny")
+        with pytest.raises(ModelError, match=f"stored as {method}, which the engine cannot read"):
+            load_model(stored, tiny_llama_dir, Registry(entry_points=False))
 
 
 def write_truncated(folder: Path, source: Path) -> Path:

@@ -6,6 +6,7 @@ A family is a technique of kind `model_family` (hook `register_model_family`); t
     serves(model) -> bool                               by `ModelSpec.family`
     expected_tensors(model) -> {name: shape}            what a checkpoint must hold
     packed_tensors(model) -> {stored: {part: rows}}     optional: tensors that a checkpoint may hold joined
+    unused_tensor(model, name) -> bool                  optional: whether a checkpoint may hold it for other uses
     build(model, load, linear, parallel) -> DecoderModel   `load` fetches tensors in the right dtype, on the device;
                                                         `parallel` says which share of the weights this rank holds
 
@@ -17,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,7 +98,8 @@ def load_model(
     packed = family.packed_tensors(original) if hasattr(family, "packed_tensors") else {}
     if packed:
         source = Unpacked(source, packed)
-    check_tensors(source, family.expected_tensors(original), family.name)
+    unused = partial(family.unused_tensor, original) if hasattr(family, "unused_tensor") else lambda name: False
+    check_tensors(source, family.expected_tensors(original), family.name, unused)
 
     def build(
         spec: ModelSpec, source: WeightSource, dtype: torch.dtype, linear: LinearFactory, rank: Parallel = ALONE
