@@ -1,0 +1,175 @@
+"""Op times from kernel tables: rules of `KernelTable`, and the reader on small tables in the package's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from twinfer.core.device import load_device
+from twinfer.core.errors import ConfigError
+from twinfer.core.registry import Registry
+from twinfer.core.technique import Needs
+from twinfer.core.work import Op, RowShape
+from twinfer.plugins.op_time import silicon
+from twinfer.plugins.op_time.kernel_tables import KernelTable, median_rows
+from twinfer.plugins.op_time.silicon import Silicon, SystemTables
+
+H100 = load_device("h100-sxm", Registry(entry_points=False))
+
+
+def law(shape: tuple[float, ...], point: float) -> float:
+    return 1e-6 * shape[0] * point
+
+
+def table(use: float = 0.5) -> KernelTable:
+    return KernelTable({((n,), p): law((n,), p) / use for n in (1.0, 4.0, 16.0) for p in (1.0, 8.0, 64.0)}, law)
+
+
+def test_a_measured_point_is_answered_as_it_stands() -> None:
+    answer = table().time((4.0,), 8.0)
+    assert answer is not None
+    assert (answer.seconds, answer.source) == (pytest.approx(64e-6), "measured")
+
+
+def test_between_points_and_shapes_the_utilisation_is_carried_over() -> None:
+    between, other = table().time((4.0,), 20.0), table().time((9.0,), 20.0)
+    assert between is not None and other is not None
+    assert between.seconds == pytest.approx(law((4.0,), 20.0) / 0.5) and between.source == "interpolated"
+    assert other.seconds == pytest.approx(law((9.0,), 20.0) / 0.5) and other.source == "transferred"
+    assert other.spread > between.spread
+
+
+def test_beyond_the_table_it_says_so_and_is_less_sure() -> None:
+    inside, outside = table().time((4.0,), 64.0), table().time((4.0,), 1024.0)
+    assert inside is not None and outside is not None
+    assert outside.source == "extrapolated" and outside.spread > 4 * inside.spread
+    assert "4.0 octaves beyond" in outside.detail
+
+
+def test_left_out_shapes_are_not_looked_at() -> None:
+    rows = {((n,), p): law((n,), p) / (0.1 if n == 4.0 else 0.5) for n in (1.0, 4.0, 16.0) for p in (1.0, 8.0)}
+    answer = KernelTable(rows, law).time((4.0,), 8.0, leave_out=True)
+    assert answer is not None and answer.seconds == pytest.approx(law((4.0,), 8.0) / 0.5)
+
+
+def test_repeated_measurements_count_as_their_median() -> None:
+    key = ((1.0,), 2.0)
+    assert median_rows([key] * 3, [1.0, 9.0, 2.0]) == {key: 2.0}
+
+
+def test_an_empty_table_cannot_say() -> None:
+    assert KernelTable({}, law).time((1.0,), 1.0) is None
+
+
+# --- the reader -----------------------------------------------------------------------------------
+
+
+def write(folder: Path, family: str, name: str, rows: list[dict[str, Any]], version: str = "0.9.0") -> None:
+    home = folder / "data" / "h100_sxm" / family / version
+    home.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), home / f"{name}.parquet")
+
+
+@pytest.fixture
+def systems(tmp_path: Path) -> Path:
+    def gemm(factor: float) -> list[dict[str, Any]]:
+        return [
+            {"gemm_dtype": "bfloat16", "m": m, "n": 4096, "k": 4096, "latency": factor * 1e-3 * m}
+            for m in (16, 64, 256)
+        ]
+
+    write(tmp_path, "gemm/vllm", "gemm_perf", gemm(5.0), "0.9.0")
+    write(tmp_path, "gemm/vllm", "gemm_perf", gemm(1.0), "0.10.0")
+    heads = {"num_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "kv_cache_dtype": "bfloat16"}
+    write(tmp_path, "attention/vllm", "context_attention_perf", [
+        heads | {"batch_size": b, "isl": x, "step": 0, "latency": 0.01 + 1e-6 * b * x} for b in (1, 2) for x in (128, 1024)
+    ])  # fmt: skip
+    write(tmp_path, "attention/vllm", "generation_attention_perf", [
+        heads | {"batch_size": b, "isl": 1, "step": x - 1, "latency": 0.01 + 1e-6 * b * x}
+        for b in (1, 2) for x in (128, 1024)
+    ])  # fmt: skip
+    write(tmp_path, "comm/nccl", "nccl_perf", [
+        {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": 2, "message_size": 1024, "latency": 0.007}
+    ], "2.29.2")  # fmt: skip
+    return tmp_path
+
+
+def model(folder: Path, **options: Any) -> Silicon:
+    silicon._tables.cache_clear()
+    return Silicon(Silicon.Options(folder=str(folder), **options))
+
+
+def gemm(m: int, dtype: str = "bfloat16") -> Op:
+    return Op("g", "gemm", 2.0 * m * 4096**2, 2.0 * 4096**2, 2.0 * m * 4096, dtype, shape=(m, 4096, 4096))
+
+
+def test_the_newest_version_is_read_unless_another_is_named(systems: Path) -> None:
+    newest, named = model(systems).time(gemm(64), H100), model(systems, version="0.9.0").time(gemm(64), H100)
+    assert newest is not None and named is not None
+    assert newest.seconds == pytest.approx(64e-6) and named.seconds == pytest.approx(5 * 64e-6)
+    assert newest.source == "measured" and newest.sigma > 0 and "h100_sxm" in newest.detail
+
+
+def attention(*rows: tuple[int, int]) -> Op:
+    return Op("attention", "attention", 1.0, 1.0, 1.0, "bfloat16", shape=(32, 8, 128, 128, 0),
+              rows=tuple(RowShape(*row) for row in rows))  # fmt: skip
+
+
+def test_rows_of_one_launch_pay_the_launch_once(systems: Path) -> None:
+    source = model(systems)
+    prefill, decode, both = (
+        source.time(attention(*rows), H100) for rows in ([(1024, 1024)], [(1, 1024)], [(1024, 1024), (1, 1024)])
+    )
+    assert prefill is not None and decode is not None and both is not None
+    assert prefill.seconds == pytest.approx(11.024e-6) and prefill.source == "measured"
+    assert max(prefill.seconds, decode.seconds) < both.seconds < prefill.seconds + decode.seconds
+
+
+def test_a_chunk_takes_what_a_prompt_of_as_many_pairs_takes(systems: Path) -> None:
+    chunk = model(systems).time(attention((512, 1024)), H100)
+    assert chunk is not None and chunk.source == "transferred" and "as a prompt of 887" in chunk.detail
+
+
+def test_collectives_come_from_nccl_where_the_stack_has_none(systems: Path) -> None:
+    op = Op("all_gather", "comm", 0.0, 1024, 1024, "bfloat16", shape=(2,), comm_bytes=1024)
+    answer = model(systems).time(op, H100)
+    assert answer is not None and answer.seconds == pytest.approx(7e-6)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [gemm(64, "int8"), Op("norms", "elementwise", 1.0, 1.0, 1.0, "bfloat16"),
+     Op("all_reduce", "comm", 0.0, 9.0, 9.0, "bfloat16", shape=(2,), comm_bytes=9.0)],
+)  # fmt: skip
+def test_what_was_not_measured_goes_to_the_next_model(systems: Path, op: Op) -> None:
+    assert model(systems).time(op, H100) is None
+
+
+def test_an_unknown_device_goes_to_the_next_model(systems: Path) -> None:
+    cpu = load_device("cpu", Registry(entry_points=False))
+    assert model(systems).time(gemm(64), cpu) is None
+
+
+def test_a_folder_without_tables_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="silicon:folder"):
+        model(tmp_path / "nowhere").time(gemm(64), H100)
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silicon, "installed_folder", lambda: None)
+    assert "twinfer[silicon]" in Silicon.why_not(Needs())[0]
+    with pytest.raises(ConfigError, match="aiconfigurator-core"):
+        Silicon().time(gemm(64), H100)
+
+
+def test_versions_sort_as_numbers() -> None:
+    order = sorted(["0.9.0", "1.3.0rc20", "0.24.0", "1.3.0rc9", "0.10.0"], key=silicon._order)
+    assert order == ["0.9.0", "0.10.0", "0.24.0", "1.3.0rc9", "1.3.0rc20"]
+
+
+def test_system_tables_of_a_missing_system_are_empty(tmp_path: Path) -> None:
+    assert SystemTables(tmp_path / "data" / "none", "vllm", None).gemm("bfloat16", H100) is None
