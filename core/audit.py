@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twinfer.core.request import Status
+from twinfer.core.beam import audit_beams
+from twinfer.core.request import Sequence, Status
 
 if TYPE_CHECKING:
     from twinfer.core.core import Core
+
+
+def _parked_with_table(core: Core, seq: Sequence) -> bool:
+    return seq.status is Status.PARKED and (seq.id in core.ledger.tables or seq.host is not None)
 
 
 def audit_core(core: Core) -> list[str]:
@@ -35,7 +40,7 @@ def audit_core(core: Core) -> list[str]:
             steps.setdefault(row.seq, []).append(step)
             fed[row.seq] = fed.get(row.seq, 0) + len(row.tokens)
     for seq in core.sequences.values():
-        if seq.host is not None and (seq.status is not Status.WAITING or not 0 < seq.host.num_tokens < seq.known):
+        if seq.host is not None and (seq.status is not Status.WAITING or not 0 < seq.host.num_tokens <= seq.known):
             wrong.append(f"{seq.id}: {seq.status.value} with {seq.host.num_tokens} tokens in host memory")
         expected = 1 if seq.status in (Status.RUNNING, Status.WAITING) else 0
         if places.get(seq.id, 0) != expected:
@@ -62,8 +67,12 @@ def audit_core(core: Core) -> list[str]:
             wrong.append(f"{seq.id}: {seq.status.value} but transfer {core.transfers.get(seq.id)}")
     alive = {s.id for samples in core.requests.values() for s in samples}
     for seq in core.sequences.values():
-        if (seq.id in alive) != (seq.status in (Status.RUNNING, Status.WAITING, Status.LOADING)):
+        if (seq.id in alive) != (seq.status in (Status.RUNNING, Status.WAITING, Status.LOADING, Status.PARKED)):
             wrong.append(f"{seq.id}: {seq.status.value} but request alive is {seq.id in alive}")
+    for samples in core.requests.values():
+        if samples[0].beams is not None:
+            wrong += audit_beams(samples[0].beams)
+            wrong += [f"{s.id}: parked with a table" for s in samples if _parked_with_table(core, s)]
     for seq_id in core.transfers:
         if seq_id not in core.sequences:
             wrong.append(f"{seq_id}: a transfer without a sequence")

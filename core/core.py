@@ -24,6 +24,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any
 
+from twinfer.core.beam import BeamGroup, beam_answered, end_beams, give_way
 from twinfer.core.errors import PluginError, ProtocolError
 from twinfer.core.events import (
     Abort,
@@ -42,7 +43,7 @@ from twinfer.core.events import (
 )
 from twinfer.core.intake import Queue, WaitingEntry, why_refused
 from twinfer.core.ledger import Ledger
-from twinfer.core.plan import PlanStats, Row, RowResult, StepPlan, StepResult
+from twinfer.core.plan import Fork, Need, PlanStats, Row, RowResult, StepPlan, StepResult
 from twinfer.core.planner import Planner
 from twinfer.core.policy import KVCache, Limits, Scheduler, View
 from twinfer.core.request import Request, Sequence, Status
@@ -73,6 +74,7 @@ class Core:
         self.sends: list[Sequence] = []  # finished, to be handed to a peer by the next plan
         self.forget: list[str] = []
         self.preempted: list[str] = []
+        self.forks: list[Fork] = []
         self.late: dict[str, int] = {}  # ended, but a row of it is in this outstanding step
         self.num_steps = 0
         self.num_submitted = 0
@@ -90,7 +92,8 @@ class Core:
                 self._submit(request)
             case Abort(request_id):
                 for seq in list(self.requests.get(request_id, ())):
-                    self.finish(seq, "abort")
+                    if seq.status is not Status.DONE:  # beams end together
+                        self.finish(seq, "abort")
             case TransferDone(seq_id):
                 self._transfer_ended(seq_id, None)
             case TransferFailed(seq_id, why):
@@ -123,6 +126,8 @@ class Core:
                 return Idle()
             if planner.defer is not None:
                 return Idle(planner.defer)
+            if give_way(self):
+                continue
             seq, why = planner.stuck()
             self.finish(seq, "capacity", why)
 
@@ -155,12 +160,16 @@ class Core:
         length = len(request.prompt)
         limit = min(length + request.params.max_tokens, self.limits.max_model_len)
         samples: list[Sequence] = []
-        for index in range(request.params.n):
+        beams = request.params.beam_width > 1
+        for index in range(request.params.num_samples):
             number = self.num_submitted
             self.num_submitted += 1
             seed = sequence_seed(request.params.seed, self.seed, number, index)
             seq = Sequence(request, index, number, seed, limit)
-            if index and self.ledger.cache.copies_on_write:
+            if index and beams:
+                seq.status = Status.PARKED
+                seq.kv_load = None
+            elif index and self.ledger.cache.copies_on_write:
                 seq.leader = samples[0]
                 seq.kv_load = None  # the leader loads, the others fork from it
             samples.append(seq)
@@ -168,7 +177,12 @@ class Core:
             if seq.id in self.forget:  # an ended request had this id: the executor knows the new one already
                 self.forget.remove(seq.id)
                 self.preempted.append(seq.id)
-            self.enqueue(seq)
+            if seq.status is Status.WAITING:
+                self.enqueue(seq)
+        if beams:
+            group = BeamGroup(samples)
+            for seq in samples:
+                seq.beams = group
         self.requests[request.id] = samples
 
     def _step_done(self, step: int, result: StepResult) -> None:
@@ -204,6 +218,8 @@ class Core:
             return
         if not sampled:
             self._advance(seq, computed)
+            if row.need is Need.BEAM:
+                beam_answered(self, seq, res)
             return
         tokens, output = res.tokens, seq.output
         if len(tokens) == 1 and res.stopped is None and not draft:
@@ -301,8 +317,11 @@ class Core:
         self.preempted.append(seq.id)
 
     def finish(self, seq: Sequence, reason: str, detail: str = "") -> None:
-        """End a living sequence and release what it holds, once."""
-        self._outputs.append(
+        """End a living sequence and release what it holds, once; a beam ends with all beams of its request."""
+        if seq.beams is not None:
+            end_beams(self, seq.beams, reason, detail)
+            return
+        self.tell(
             Finished(
                 seq.request.id,
                 seq.index,
@@ -319,6 +338,14 @@ class Core:
         samples.remove(seq)
         if not samples:
             del self.requests[seq.request.id]
+        self.leave(seq, reason)
+
+    def tell(self, output: Output) -> None:
+        """Add to what `outputs` returns next."""
+        self._outputs.append(output)
+
+    def leave(self, seq: Sequence, reason: str) -> None:
+        """`seq` has ended for `reason`: release what it holds as soon as nobody reads or writes it."""
         if seq.status is Status.WAITING:
             self.unqueue(seq)
         self._stale = True
@@ -341,6 +368,8 @@ class Core:
         self.forget.append(seq.id)
         if seq.id in self.preempted:
             self.preempted.remove(seq.id)
+        if self.forks:
+            self.forks = [fork for fork in self.forks if fork.seq != seq.id]
 
     def view(self, now: float, closed: Callable[[], bool]) -> View:
         return View(
@@ -357,12 +386,13 @@ class Core:
         )
         plan = StepPlan(
             step, tuple(planner.rows), tuple(planner.grants), tuple(planner.copies), tuple(planner.moves),
-            tuple(self.forget), tuple(self.preempted), stats, {}, tuple(self.host.swap_outs), tuple(planner.swap_ins),
+            tuple(self.forget), tuple(self.preempted), stats, {}, tuple(self.forks), tuple(self.host.swap_outs),
+            tuple(planner.swap_ins),
         )  # fmt: skip
         if plan.swap_outs:
             self.host.swap_outs = []
         self.host.give_back(planner.emptied)
-        self.forget, self.preempted = [], []
+        self.forget, self.preempted, self.forks = [], [], []
         self.outstanding[step] = plan
         return plan
 

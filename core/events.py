@@ -70,7 +70,7 @@ class Finished:
     """Sample `index` has ended.
 
     reason: stop | length | abort | capacity | error.  `detail` says what to change for the last two,
-    and for `stop` which stop string or id ended it.
+    and for `stop` which stop string or id ended it.  cumulative_logprob: of the tokens, for beam search.
     """
 
     request_id: str
@@ -82,6 +82,7 @@ class Finished:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

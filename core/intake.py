@@ -35,7 +35,9 @@ class Queue:
         for entry in self._entries:
             if self._closed():
                 return
-            yield entry[2]
+            seq = entry[2]
+            if seq.beams is None or seq.id not in seq.beams.answers:  # else it waits for its fellow beams
+                yield seq
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -47,9 +49,11 @@ def why_refused(core: Core, request: Request) -> str:
     limits = core.limits
     if request.id in core.requests or request.id in core.sequences or request.id in core.late:
         return f"request id {request.id!r} is already in use; give each request its own id"
-    for index in range(1, request.params.n):
+    for index in range(1, request.params.num_samples):
         if f"{request.id}/{index}" in core.sequences or f"{request.id}/{index}" in core.late:
             return f"request id {request.id!r} clashes with a sample of another request; choose another id"
+    if request.params.beam_width > 1 and request.kv_to is not None:
+        return "beam search has no single KV to hand to a peer; leave out kv_to or set beam_width to 1"
     if length == 0:
         return "the prompt is empty; give at least one token"
     if length + 1 > limits.max_model_len:

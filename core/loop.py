@@ -177,7 +177,7 @@ def note_outputs(outputs: Sequence[Output], now: float, recorder: Recorder | Non
 
 def sample_ids(request: Request) -> tuple[tuple[str, int], ...]:
     """(sequence id, sample index) of each sample of `request`, as Core names them."""
-    return tuple((request.id if i == 0 else f"{request.id}/{i}", i) for i in range(request.params.n))
+    return tuple((request.id if i == 0 else f"{request.id}/{i}", i) for i in range(request.params.num_samples))
 
 
 class LocalInbox:

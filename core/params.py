@@ -10,10 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from twinfer.core.errors import ConfigError
 
+_BEAM_DEFAULTS = {"length_penalty": 1.0, "early_stopping": False}
+_NO_BEAMS: Mapping[str, object] = {
+    "n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": (),
+}  # fmt: skip
 MAX_SAMPLES = 1024
 """Of one prompt: each is a sequence of its own."""
 
@@ -31,6 +36,9 @@ class SamplingParams:
     n: samples per prompt.  logprobs: number of top alternatives to return per token, None for none.
     stop: strings that end the text (not included in it).  stop_token_ids: ids that end it.
     max_tokens, min_tokens: bounds on output tokens.  ignore_eos: go on past end-of-sequence.
+    beam_width: at least 2 searches with so many beams and answers with their hypotheses, best first.
+    length_penalty: a hypothesis scores its log-probability / its tokens ** length_penalty, in [-10, 10].
+    early_stopping: True, False or "never": when a beam search is over (`core/beam.py` has the definitions).
     """
 
     temperature: float = 0.0
@@ -48,6 +56,9 @@ class SamplingParams:
     max_tokens: int = 128
     min_tokens: int = 0
     ignore_eos: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     _greedy: bool = field(init=False, repr=False, compare=False, default=True)
 
     def __post_init__(self) -> None:
@@ -56,7 +67,7 @@ class SamplingParams:
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("top_k", "n", "max_tokens", "min_tokens"):
+        for name in ("top_k", "n", "max_tokens", "min_tokens", "beam_width"):
             _whole(name, getattr(self, name))
         for name in ("seed", "logprobs"):
             if getattr(self, name) is not None:
@@ -106,6 +117,33 @@ class SamplingParams:
                 "n", self.n, "greedy sampling gives n identical samples", "use n=1 or a temperature above 0"
             )
         object.__setattr__(self, "_greedy", self.temperature == 0)
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        """Beam search maximises the log-probability of whole texts: what changes single draws has no place in it."""
+        width = self.beam_width
+        _require("beam_width", width, 1 <= width <= MAX_SAMPLES, f"use 1 for no beam search, or 2 to {MAX_SAMPLES}")
+        _require("length_penalty", self.length_penalty, -10 <= self.length_penalty <= 10, "use a number in [-10, 10]")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ConfigError(
+                "early_stopping", self.early_stopping, "no such rule", "give True, False or 'never' (the text)"
+            )
+        if width == 1:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != _BEAM_DEFAULTS[name]:
+                    raise ConfigError(name, getattr(self, name), "is of beam search alone", "set beam_width above 1")
+            return
+        for name, neutral in _NO_BEAMS.items():
+            if getattr(self, name) != neutral:
+                raise ConfigError(
+                    name, getattr(self, name), f"beam search (beam_width={width}) does not go with it",
+                    f"leave it at {neutral!r}, or set beam_width to 1",
+                )  # fmt: skip
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to one prompt: `n`, or as many as beams."""
+        return max(self.n, self.beam_width)
 
     @property
     def greedy(self) -> bool:

@@ -5,10 +5,11 @@
 
 Invariants
 * Rows keep the order in which they were granted; executors must not reorder results.
-* An executor applies a plan in this order: `forget` (drop the sequence), `swap_outs` (read device blocks
-  into host blocks, before anything is written), `preempted` (empty its block table), `grants` (append to
-  it), `copies` one after the other (copy the block, then put the copy into the table), `swap_ins` (write
-  host blocks into device blocks), `moves`, `rows`. Nothing else changes a block table.
+* An executor applies a plan in this order: `forget` (drop the sequence), `forks` (block table and token
+  history become those of the parent), `swap_outs` (read device blocks into host blocks, before anything is
+  written), `preempted` (empty its block table), `grants` (append to it), `copies` one after the other (copy
+  the block, then put the copy into the table), `swap_ins` (write host blocks into device blocks), `moves`,
+  `rows`. Nothing else changes a block table.
 * A token still on the device is a `FromStep`, never a sentinel inside the ids.
 """
 
@@ -28,6 +29,7 @@ class Need(enum.Enum):
     LAST = "last"
     DRAFTS = "drafts"  # the last known token and every draft: a verify step
     ALL = "all"
+    BEAM = "beam"  # the last position: its best candidates instead of a token
 
 
 class FromStep(NamedTuple):
@@ -38,6 +40,7 @@ class FromStep(NamedTuple):
 
 
 Token = int | FromStep
+Candidates = tuple[tuple[int, float], ...]
 
 
 class Row(NamedTuple):
@@ -97,6 +100,13 @@ class Swap(NamedTuple):
     host_blocks: tuple[int, ...]
 
 
+class Fork(NamedTuple):
+    """`seq` becomes a copy of `parent` as it stands before this step: the same blocks, the same tokens so far."""
+
+    seq: str
+    parent: str
+
+
 class PlanStats(NamedTuple):
     """The Core's counts when the plan was made; blocks are of group 0."""
 
@@ -110,7 +120,7 @@ class PlanStats(NamedTuple):
 
 
 _NO_STATS = PlanStats(0, 0, 0, 0, 0, 0, 1)
-_RARE = ("swap_outs", "swap_ins")
+_RARE = ("forks", "swap_outs", "swap_ins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,7 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     stats: PlanStats = _NO_STATS
     extras: Mapping[str, Any] = field(default_factory=dict)
+    forks: tuple[Fork, ...] = ()
     swap_outs: tuple[Swap, ...] = ()
     swap_ins: tuple[Swap, ...] = ()
 
@@ -147,7 +158,8 @@ class RowResult:
     tokens: sampled ids; with drafts the accepted ones and one more; empty for `Need.NONE`.
     logprobs: per token, id -> log probability.
     stopped: the stop string that ended the text (`tokens` is already trimmed to it), else None.
-    drafts: guesses for the next step.  failure: why this row could not be computed, else None.
+    drafts: guesses for the next step.  candidates: for `Need.BEAM`, the likeliest tokens (id, log probability of
+    the raw logits), best first, ties by id.  failure: why this row could not be computed, else None.
     """
 
     tokens: tuple[int, ...] = ()
@@ -155,6 +167,7 @@ class RowResult:
     stopped: str | None = None
     drafts: tuple[int, ...] = ()
     failure: str | None = None
+    candidates: Candidates = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +201,6 @@ def _plain(value: Any) -> Any:
 
 
 __all__ = [
-    "Copy", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
+    "Candidates", "Copy", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
     "StepResult", "Swap", "Token",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twinfer.core.core import Core
 
 _RUNNING, _WAITING = Status.RUNNING, Status.WAITING
+_NONE, _BEAM = Need.NONE, Need.BEAM
 _T = TypeVar("_T")
 Tokens = Seq[Token] | Seq[int]
 
@@ -92,7 +93,7 @@ class Planner:
         if remaining == 1 and known == total and not drafts and start >= seq.prompt_len:
             # The next token of an answer: all that decoding is, and most of what a core does.
             if start < self.ledger.tables[seq.id].open or self._grow(seq, start, total):
-                self._row(seq, start, (seq.output[-1],), 0, Need.LAST, 1)
+                self._row(seq, start, (seq.output[-1],), 0, seq.need, 1)
             return
         if remaining < 1:
             return
@@ -127,7 +128,7 @@ class Planner:
             tokens = seq.tokens(start, end)
         need = Need.NONE
         if end == total:
-            need = Need.LAST
+            need = seq.need
             if drafts:
                 need = Need.DRAFTS
                 tokens = [*tokens, *drafts]
@@ -136,7 +137,7 @@ class Planner:
 
     def _row(self, seq: Sequence, start: int, tokens: Tokens, draft: int, need: Need, fed: int) -> None:
         step = self.step
-        if need is not Need.NONE:
+        if need is not _NONE and need is not _BEAM:  # a selection of beams gives the next token, not the row
             seq.awaiting.append(step)
         self.rows.append(Row(seq.id, start, tokens, draft, need, seq.seed))
         seq.inflight += fed
@@ -215,6 +216,8 @@ class Planner:
         core, ledger = self.core, self.ledger
         if seq.kv_load is not None and min(seq.kv_load.num_tokens, seq.known - 1) < 1:
             seq.kv_load = None  # nothing to load: compute it
+        if seq.beams is not None and seq.id in seq.beams.answers:
+            return  # waits for the other beams of its request
         loading = seq.kv_load is not None
         rows = len(core.running) - len(self._preempted) + self._num_admitted_rows
         if not loading and rows >= core.limits.max_num_seqs:

@@ -56,9 +56,9 @@ class Recorder:
         if request.id in self._alive:  # Core turns it away, the first one stays
             self._duplicates.append(request.id)
             return
-        self._alive[request.id] = request.params.n
+        self._alive[request.id] = request.params.num_samples
         arrival = (request.arrival or now) - self.start
-        for index in range(request.params.n):
+        for index in range(request.params.num_samples):
             entry = RequestRecord(
                 request_id=request.id, index=index, arrival=arrival, num_prompt_tokens=len(request.prompt)
             )

@@ -15,9 +15,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from twinfer.core.params import SamplingParams
+from twinfer.core.plan import Need
+
+if TYPE_CHECKING:
+    from twinfer.core.beam import BeamGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,7 @@ class Status(enum.Enum):
     WAITING = "waiting"  # holds no blocks
     LOADING = "loading"  # holds blocks that a transfer is filling
     RUNNING = "running"  # holds blocks and a row
+    PARKED = "parked"  # a beam without text: holds nothing
     SENDING = "sending"  # done, its blocks are being read by a peer
     DONE = "done"
 
@@ -74,6 +79,7 @@ class Sequence:
 
     __slots__ = (
         "awaiting",
+        "beams",
         "computed",
         "drafts",
         "host",
@@ -84,6 +90,7 @@ class Sequence:
         "last_step",
         "leader",
         "limit",
+        "need",
         "num_cached",
         "num_preemptions",
         "num_swaps",
@@ -116,6 +123,8 @@ class Sequence:
         self.last_step: int | None = None  # newest outstanding step with a row of this sequence
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host memory
+        self.beams: BeamGroup | None = None  # of a beam search
+        self.need = Need.LAST if request.params.beam_width == 1 else Need.BEAM
         self.host: HostCopy | None = None  # KV kept there; only while waiting
         self.order: tuple[object, ...] = ()
         self.leader: Sequence | None = None  # sample 0 of the same request, for forks

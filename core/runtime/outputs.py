@@ -87,7 +87,7 @@ class Collector:
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str | None) -> None:
         self.request = request
         self.prompt = prompt
-        self.samples = [_Sample(tokenizer, request) for _ in range(request.params.n)]
+        self.samples = [_Sample(tokenizer, request) for _ in range(request.params.num_samples)]
         self.deltas: deque[StreamDelta] = deque()
         self.rejected = ""
 

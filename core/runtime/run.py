@@ -118,7 +118,7 @@ def serve(
     )  # fmt: skip
     inbox = _Arrivals([replace(r, arrival=start + r.arrival) for r in requests], clock, should_stop)
     total, done, tokens, told = len(requests), 0, 0, 0.0
-    open_samples = {r.id: r.params.n for r in requests}
+    open_samples = {r.id: r.params.num_samples for r in requests}
     answers: dict[str, list[int]] = {r.id: [] for r in requests}  # of the first sample
 
     def emit(outputs: Sequence[Output], now: float) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from twinfer.core.beam import num_candidates
 from twinfer.core.core import Core
 from twinfer.core.events import (
     Abort,
@@ -84,6 +85,59 @@ def sampling_seed(request: Request, index: int) -> int:
         return 0
     assert request.params.seed is not None
     return sequence_seed(request.params.seed, 0, 0, index)
+
+
+def log_probability(digest: int, token: int) -> float:
+    """Of `token` after a context: what beam search adds up (it need not be normalised)."""
+    x = (extend(digest, token) * 0xD6E8FEB86659FD93) & _MASK
+    return -((x >> 40) % 800) / 100 - token / 1e6
+
+
+def reference_beams(request: Request, limits: Limits, slots: int | None = None) -> list[tuple[list[int], str, float]]:
+    """(tokens, reason, sum) of the samples of a beam search run alone: every continuation of every beam is looked at."""
+    params, width = request.params, request.params.beam_width
+    longest = min(params.max_tokens, limits.max_model_len - len(request.prompt))
+    ids = stop_ids(request)
+    digest = digest_of(request.prompt)
+    beams: list[tuple[float, list[int], int]] = [(0.0, [], digest)]
+    done: list[tuple[float, list[int], str, float]] = []  # penalised score, tokens, reason, sum
+
+    def score(total: float, length: int) -> float:
+        return total / length**params.length_penalty
+
+    def full() -> bool:
+        return len(done) == width
+
+    while True:
+        length = len(beams[0][1]) + 1
+        if slots is not None and len(request.prompt) + length - 1 > slots:
+            done += [(score(total, length - 1), tokens, "capacity", total) for total, tokens, _ in beams if tokens]
+            done = sorted(done, key=lambda h: -h[0])[:width]
+            return [(h[1], h[2], h[3]) for h in done] + [([], "capacity", 0.0)] * (width - len(done))
+        grown = [
+            (total + log_probability(digest, token), rank, token)
+            for rank, (total, _, digest) in enumerate(beams)
+            for token in range(VOCABULARY)
+            if not (token in ids and length <= params.min_tokens)
+        ]
+        grown = sorted(grown, key=lambda g: (-g[0], g[1], g[2]))[: max(2, 1 + len(ids)) * width]
+        was_full, following = full(), []
+        for place, (total, rank, token) in enumerate(grown):
+            text = [*beams[rank][1], token]
+            if token in ids or length == longest:
+                reason = "stop" if token in ids else "length"
+                if place < width and not (was_full and params.early_stopping is True):
+                    done.append((score(total, length), text, reason, total))
+            else:
+                following.append((total, text, extend(beams[rank][2], token)))
+        done = sorted(done, key=lambda h: -h[0])[:width]
+        beams = following[:width]
+        if not beams or (full() and params.early_stopping is True):
+            break
+        reach = longest if params.early_stopping == "never" and params.length_penalty > 0 else length
+        if full() and score(beams[0][0], reach) <= done[-1][0]:
+            break
+    return [(h[1], h[2], h[3]) for h in done] + [([], "error", 0.0)] * (width - len(done))
 
 
 def completes_stop_string(request: Request, token: int, num_output: int) -> bool:
@@ -151,6 +205,7 @@ class MemoryModel:
         self.drafts_accepted = 0
         self.copies_made = 0
         self.blocks_swapped_in = 0
+        self.forks_made = 0
 
     # --- executor interface ---------------------------------------------------------------------
 
@@ -186,12 +241,21 @@ class MemoryModel:
     # --- tables ---------------------------------------------------------------------------------
 
     def _change_tables(self, plan: StepPlan) -> None:
-        """forget, swap-outs, preempted, grants, copies, swap-ins: in this order and nothing else."""
+        """forget, forks, swap-outs, preempted, grants, copies, swap-ins: in this order and nothing else."""
         for seq in plan.forget:
             if self.known.pop(seq, None) is None:
                 raise Violation(f"step {plan.step} forgets {seq}, which was never admitted")
             self.tables.pop(seq, None)
             self.sampled = {ref: token for ref, token in self.sampled.items() if ref.seq != seq}
+        for fork in plan.forks:
+            known, parent = self.known[fork.seq], self.known[fork.parent]
+            if known.request is not parent.request:
+                raise Violation(f"{fork}: not of one request")
+            known.tokens, known.digests = list(parent.tokens), list(parent.digests)
+            self.tables.pop(fork.seq, None)
+            if fork.parent in self.tables:
+                self.tables[fork.seq] = list(self.tables[fork.parent])
+            self.forks_made += 1
         self._check_host(plan.swap_outs)
         for swap in plan.swap_outs:
             if swap.seq not in plan.preempted or self.tables[swap.seq][: len(swap.blocks)] != list(swap.blocks):
@@ -294,10 +358,19 @@ class MemoryModel:
         tokens = self._resolve(row)
         num_known = len(tokens) - row.draft
         end = row.start + num_known
+        searching = known.request.params.beam_width > 1
+        if searching:  # the core selects: what it feeds behind what is known is the text of this beam from here on
+            for token in tokens[max(0, len(known.tokens) - row.start) :]:
+                if row.start > len(known.tokens):
+                    raise Violation(f"{row}: only {len(known.tokens)} tokens are known")
+                known.append(token)
         if num_known < 1 or tokens[:num_known] != known.tokens[row.start : end]:
             raise Violation(f"{row} feeds {tokens[:num_known]}, true are {known.tokens[row.start : end]}")
         needs = row.need is not Need.NONE
-        if needs != (end == len(known.tokens)) or (row.need is Need.DRAFTS) != (row.draft > 0):
+        if searching:
+            if row.need not in (Need.NONE, Need.BEAM) or row.draft:
+                raise Violation(f"{row}: of a beam search")
+        elif needs != (end == len(known.tokens)) or (row.need is Need.DRAFTS) != (row.draft > 0):
             raise Violation(f"{row}: {len(known.tokens)} tokens are known")
         if not known.request.params.greedy and row.seed != known.seed:
             raise Violation(f"{row}: the sampling seed should be {known.seed}")
@@ -314,6 +387,8 @@ class MemoryModel:
         self._read_back(row, known, tokens[num_known:])
         if not needs:
             return RowResult()
+        if searching:
+            return self._candidates(known)
         return self._sample(step, row, known, tokens[num_known:])
 
     def _read_back(self, row: Row, known: Known, drafts: list[int]) -> None:
@@ -349,6 +424,11 @@ class MemoryModel:
                 break
         logprobs = () if request.params.logprobs is None else tuple({t: -float(t)} for t in sampled)
         return RowResult(tuple(sampled), logprobs, stopped, self._propose(known))
+
+    def _candidates(self, known: Known) -> RowResult:
+        digest = known.digests[-1]
+        found = sorted(((t, log_probability(digest, t)) for t in range(VOCABULARY)), key=lambda c: (-c[1], c[0]))
+        return RowResult(candidates=tuple(found[: num_candidates(known.request)]))
 
     def _propose(self, known: Known) -> tuple[int, ...]:
         """Drafts: how many, and which of them are wrong, are drawn from the context."""
@@ -420,7 +500,7 @@ class Tracked:
 
     @property
     def ended(self) -> bool:
-        return self.rejected is not None or len(self.ends) == self.request.params.n
+        return self.rejected is not None or len(self.ends) == self.request.params.num_samples
 
 
 class World:
@@ -481,7 +561,7 @@ class World:
                 raise Violation(f"{request.id} was accepted: {len(request.prompt)} tokens, {self.limits}")
             if request.id in self.memory.known:  # its `forget` may be in a plan the device has not reached
                 self._catch_up()
-            seqs = tuple((request.id if i == 0 else f"{request.id}/{i}", i) for i in range(request.params.n))
+            seqs = tuple((request.id if i == 0 else f"{request.id}/{i}", i) for i in range(request.params.num_samples))
             self.memory.admit(request, seqs)
             self.current[request.id] = tracked
         self.check()
@@ -611,7 +691,7 @@ class World:
         in_use = "in use" in why or "clashes" in why
         if in_use:
             rows = {row.seq for plan in self.core.outstanding.values() for row in plan.rows}
-            ids = {request.id, *(f"{request.id}/{i}" for i in range(request.params.n))}
+            ids = {request.id, *(f"{request.id}/{i}" for i in range(request.params.num_samples))}
             if not ids & {*self.core.sequences, *self.core.requests, *rows}:
                 raise Violation(f"{request.id} was rejected: {why}")
         elif self._fits(request):
@@ -650,6 +730,9 @@ class World:
         logprobs = tracked.logprobs.get(end.index, [])
         if end.num_output_tokens != len(got) or end.num_prompt_tokens != len(request.prompt):
             raise Violation(f"{end}: {len(got)} tokens were delivered")
+        if request.params.beam_width > 1:
+            self._check_hypothesis(tracked, end, got, logprobs)
+            return
         if request.params.logprobs is not None and logprobs != [{t: -float(t)} for t in got]:
             raise Violation(f"{end}: log probabilities {logprobs} of tokens {got}")
         tokens, reason, detail = reference(request, end.index, self.limits, self.slots)
@@ -659,3 +742,27 @@ class World:
             return
         if got != tokens or end.reason != reason or (detail and end.detail != detail):
             raise Violation(f"{end}: {got}; alone it gives {tokens}, {reason}, {detail}")
+
+    def _check_hypothesis(self, tracked: Tracked, end: Finished, got: list[int], logprobs: list[object]) -> None:
+        request = tracked.request
+        digest, total = digest_of(request.prompt), 0.0
+        for place, token in enumerate(got):
+            own = log_probability(digest, token)
+            if request.params.logprobs is not None:
+                best = sorted(range(VOCABULARY), key=lambda t: (-log_probability(digest, t), t))
+                expected = {token: own} | {t: log_probability(digest, t) for t in best[: request.params.logprobs]}
+                if logprobs[place] != expected:
+                    raise Violation(f"{end}: log probabilities {logprobs[place]}, should be {expected}")
+            total += own
+            digest = extend(digest, token)
+        if (end.cumulative_logprob is None) != (not got) or (got and abs(end.cumulative_logprob - total) > 1e-9):
+            raise Violation(f"{end}: the tokens add up to {total}")
+        if not tracked.ended:
+            return
+        reasons = {end.reason for end in tracked.ends.values()}
+        if reasons & {"abort", "error"} or ("capacity" in reasons and not self.strict):
+            return
+        alone = [(tokens, reason) for tokens, reason, _ in reference_beams(request, self.limits, self.slots)]
+        found = [(tracked.tokens.get(i, []), tracked.ends[i].reason) for i in range(len(alone))]
+        if found != alone:
+            raise Violation(f"{request.id} gives {found}; alone it gives {alone}")

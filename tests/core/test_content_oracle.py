@@ -170,5 +170,5 @@ def test_two_writers_of_one_block_are_found() -> None:
 
 
 def test_the_world_counts_what_it_reads() -> None:
-    world: World = live("continuous", random.Random(3), 200)
+    world: World = live("continuous", random.Random(5), 200)
     assert world.memory.rows_checked > 30 and world.memory.tokens_read > 300

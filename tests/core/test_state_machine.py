@@ -111,6 +111,7 @@ class CoreLife(RuleBasedStateMachine):
         kv_tokens=st.integers(0, 40),
         logprobs=st.sampled_from([None, 0]),
         new_id=st.sampled_from([True, True, True, False]),
+        beam_width=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def submit(
         self,
@@ -128,8 +129,12 @@ class CoreLife(RuleBasedStateMachine):
         kv_tokens: int,
         logprobs: int | None,
         new_id: bool,
+        beam_width: int,
     ) -> None:
         self.count += new_id
+        if beam_width > 1:
+            n, seed, kv = 1, None, kv if kv == "from" else ""
+            stops = {"string": "eos", "both": "id"}.get(stops, stops)
         if n > 1 and seed is None:
             seed = 5
         params = SamplingParams(
@@ -138,9 +143,10 @@ class CoreLife(RuleBasedStateMachine):
             n=n,
             seed=seed,
             temperature=0.0 if seed is None else 1.0,
-            stop=("end",) if stops in ("string", "both", "late") else (),
+            stop=("end",) if stops in ("string", "both", "late") and beam_width == 1 else (),
             stop_token_ids=(7,) if stops in ("id", "both", "late") else (),
             logprobs=logprobs,
+            beam_width=beam_width,
         )
         request = Request(
             id=f"r{self.count}",
@@ -212,15 +218,17 @@ TestCoreLife = CoreLife.TestCase
 def test_long_lives(scheduler: str) -> None:
     """The same world without hypothesis' overhead: hundreds of events a life, 12 lives a scheduler."""
     global _events_run
-    accepted = copies = swapped = 0
+    accepted = copies = swapped = forks = 0
     for life in range(12):
         world = live(scheduler, random.Random(f"{scheduler}-{life}"), num_events=250)
         _events_run += len(world.events)
         accepted += world.memory.drafts_accepted
         copies += world.memory.copies_made
         swapped += world.memory.blocks_swapped_in
+        forks += world.memory.forks_made
     assert accepted > 20, "drafts must have been accepted, or the lives test nothing about them"
     assert copies > 2, "samples must have been forked"
+    assert forks > 5, "beams must have been forked"
     if scheduler not in ("static", "static-waits"):
         assert swapped, "sequences must have come back from host memory"
 
@@ -250,14 +258,16 @@ def live(scheduler: str, rng: random.Random, num_events: int) -> World:
             count += rng.random() < 0.9
             seed = rng.choice([None, 3, 4])
             n = rng.choice([1, 1, 1, 2, 3]) if seed is not None else 1
+            beam_width = rng.choice([1, 1, 2, 3]) if seed is None else 1
             params = SamplingParams(
                 max_tokens=rng.randint(1, 12),
                 n=n,
                 seed=seed,
                 temperature=0.0 if seed is None else 1.0,
-                stop=rng.choice([(), (), ("end",)]),
+                stop=rng.choice([(), (), ("end",)]) if beam_width == 1 else (),
                 stop_token_ids=rng.choice([(), (), (7,)]),
                 logprobs=rng.choice([None, 0]),
+                beam_width=beam_width,
             )
             world.submit(
                 Request(
@@ -269,7 +279,7 @@ def live(scheduler: str, rng: random.Random, num_events: int) -> World:
                     cache_salt=rng.choice(["", "", "", "salt"]),
                     cache_prefix=rng.random() < 0.9,
                     kv_from=KVSource(handle="prefiller", num_tokens=rng.randint(0, 40)) if rng.random() < 0.2 else None,
-                    kv_to="decoder" if rng.random() < 0.1 else None,
+                    kv_to="decoder" if rng.random() < 0.1 and beam_width == 1 else None,
                 )
             )
         elif 0.2 <= luck < 0.24:
