@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from twinfer.core.errors import ModelError
 from twinfer.core.runtime.weights import WeightSource
-from twinfer.core.spec import ModelSpec
+from twinfer.core.spec import MLASpec, ModelSpec
 
 if TYPE_CHECKING:
     from twinfer.core.runtime.families import DecoderModel
@@ -107,8 +107,12 @@ def regrouped(source: WeightSource, spec: ModelSpec, num_kv_heads: int) -> Weigh
 
 
 def differs(checkpoint: ModelSpec, model: ModelSpec) -> bool:
-    """Whether `model` stores other keys and values than `checkpoint` was trained with."""
-    return (checkpoint.num_kv_heads, checkpoint.mla) != (model.num_kv_heads, model.mla)
+    """Whether `model` needs other weights for keys and values than `checkpoint` was trained with."""
+
+    def weights(spec: ModelSpec) -> tuple[int, MLASpec | None]:
+        return spec.num_kv_heads, spec.mla and replace(spec.mla, absorbed=True)  # both modes run the same weights
+
+    return weights(checkpoint) != weights(model)
 
 
 __all__ = ["Checkpoint", "Converted", "ReplacedTensors", "differs", "regrouped"]

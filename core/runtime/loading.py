@@ -75,10 +75,10 @@ class Engine:
             raise ConfigError(
                 "--tp", setup.config.tp, "differs from the loaded engine's", f"use {self.setup.config.tp}"
             )
-        if differs(setup.model, self.setup.model):
+        if differs(setup.model, self.setup.model) or setup.model.kv_shape() != self.setup.model.kv_shape():
             raise ConfigError(
                 "--attention", str(setup.config.attention or setup.model.variant),
-                f"the loaded weights are {self.setup.model.variant} with {self.setup.model.num_kv_heads} KV heads",
+                f"the loaded model is {self.setup.model.variant} and caches {self.setup.model.kv_shape()[0]} KV heads",
                 "load another engine",
             )  # fmt: skip
         executor = _executor(setup, self.registry, self.model, self.tokenizer, self.ranks)

@@ -23,6 +23,7 @@ from twinfer.core.runtime.batch import PackedRow, pack
 from twinfer.core.runtime.families import load_model
 from twinfer.core.runtime.kv_storage import KVStorage, Table
 from twinfer.core.runtime.profile import silent
+from twinfer.core.spec import ModelSpec
 
 TOLERANCE = 1e-4
 VOCAB = 97
@@ -82,6 +83,23 @@ def tables_for(kv: KVStorage, lengths: Sequence[int], order: str) -> list[Table]
     return tables
 
 
+def step_attention(spec: ModelSpec) -> Any:
+    """The torch attention that serves `spec`."""
+    return LatentAttention.of(spec) if spec.mla is not None and spec.mla.absorbed else attention_of(spec)
+
+
+def marks_of(tiny: TinyModel, sequences: Sequence[Sequence[int]]) -> list[str]:
+    """Ops that a step over whole `sequences` reports, in order."""
+    kv = KVStorage.of(tiny.spec, 32, 4)
+    tables = tables_for(kv, [len(s) for s in sequences], "shuffled")
+    batch = pack([PackedRow(s, 0, Need.LAST, table) for s, table in zip(sequences, tables, strict=True)])
+    marks: list[str] = []
+    with torch.inference_mode():
+        step = step_attention(tiny.spec).step(batch, kv)
+        tiny.model.forward(batch.tokens, batch.positions, step, batch.logits_index, marks.append)
+    return marks
+
+
 def run(
     tiny: TinyModel,
     sequences: Sequence[Sequence[int]],
@@ -90,10 +108,9 @@ def run(
     block_size: int = 4,
 ) -> list[torch.Tensor]:
     """All logits of each sequence, fed in `chunks[i]` pieces; step n feeds the nth chunk of every sequence."""
-    spec = tiny.spec
-    kv = KVStorage.of(spec, 128, block_size)
+    kv = KVStorage.of(tiny.spec, 128, block_size)
     tables = tables_for(kv, [len(s) for s in sequences], order)
-    attention = LatentAttention.of(spec) if spec.mla is not None and spec.mla.absorbed else attention_of(spec)
+    attention = step_attention(tiny.spec)
     done = [0] * len(sequences)
     out: list[list[torch.Tensor]] = [[] for _ in sequences]
     with torch.inference_mode():
