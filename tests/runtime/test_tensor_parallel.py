@@ -32,7 +32,6 @@ from twinfer.core.plan import StepPlan
 from twinfer.core.provision import provision
 from twinfer.core.registry import Registry
 from twinfer.core.request import Request
-
 from twinfer.core.runtime.llm import LLM
 from twinfer.core.runtime.loading import load_share, torch_executor
 from twinfer.core.runtime.parallel import Parallel
