@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -86,7 +87,7 @@ def resolve_spec(model: str | Path) -> ModelSpec:
     text = str(model)
     shipped = _shipped_name(text)
     if shipped is not None:
-        return spec_from_hf(_shipped_config(shipped), shipped)
+        return replace(spec_from_hf(_shipped_config(shipped), shipped), extra=_stored_in_package(shipped))
     path = Path(text).expanduser()
     if path.is_dir():
         return _spec_of_dir(path)
@@ -100,6 +101,13 @@ def resolve_spec(model: str | Path) -> ModelSpec:
         raise ModelError(f"model {text!r}: no such file or folder; check the path (shipped specs: `twinfer models`)")
     _no_such(text)
     raise AssertionError  # _no_such always raises
+
+
+@cache
+def _stored_in_package(shipped: str) -> Mapping[str, Any]:
+    """What the file of an installed package stores (`spec_from_gguf`), for formats that keep its blocks."""
+    file = _gguf_in_package(PACKAGED_WEIGHTS[shipped]) if shipped in PACKAGED_WEIGHTS else None
+    return spec_from_gguf(file).extra if file is not None else {}
 
 
 def _spec_of_dir(path: Path) -> ModelSpec:

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import log
@@ -31,7 +32,8 @@ def spec_from_gguf(path: str | Path) -> ModelSpec:
     """The spec of a GGUF file, from its header alone.
 
     Quantized weights are described as they run here, dequantized to `dtype`; what is stored is in
-    `extra["stored_bits"]` (average bits per weight) and `extra["stored_types"]`.
+    `extra["stored_bits"]` (average bits per weight), `extra["stored_types"]`, and values per type in
+    `extra["stored_linears"]` (block linears) and `extra["stored_others"]` (embeddings, head, norms).
     """
     header = read_gguf_header(path)
     name = Path(path).stem
@@ -43,7 +45,14 @@ def spec_from_gguf(path: str | Path) -> ModelSpec:
     values = sum(t.num_values for t in header.tensors.values())
     types = sorted({t.type for t in header.tensors.values()})
     stored = sum(t.nbytes for t in header.tensors.values()) * 8 / values if values else 0.0
-    return replace(spec, extra={"stored_bits": stored, "stored_types": types, "stored_values": values})
+    extra = {"stored_bits": stored, "stored_types": types, "stored_values": values}
+    for key, linear in (("stored_linears", True), ("stored_others", False)):
+        counts = Counter[str]()
+        for tensor in header.tensors.values():
+            if (tensor.name.startswith("blk.") and len(tensor.shape) > 1) == linear:
+                counts[tensor.type] += tensor.num_values
+        extra[key] = dict(sorted(counts.items()))
+    return replace(spec, extra=extra)
 
 
 def _with_biases(spec: ModelSpec, header: GGUFHeader) -> ModelSpec:

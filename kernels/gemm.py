@@ -6,7 +6,7 @@
     int8     W8A8: a scale per output channel, activations in int8 with a scale per row.
 
 Invariants
-* `Packed.multiply` takes float32 rows of any count on the CPU and allocates nothing but its result.
+* A `Packed` takes float32 rows of any count on the CPU and allocates nothing but its result.
 * A row's result depends on that row alone, not on the rows beside it or on the number of threads.
 * Packed weights hold the values they were made of exactly; `rows` gives them back.
 * Without native kernels or their instructions `why_not()` has the reason and nothing can be packed.
@@ -97,12 +97,12 @@ class _Weight(ctypes.Structure):
 class Packed:
     """A weight `[n, k]` in the layout of the native kernels."""
 
-    __slots__ = ("_bias", "_data", "_gemm", "_pointer", "_scale", "_weight", "n", "nbytes")
+    __slots__ = ("_bias", "_data", "_gemm", "_pointer", "_scale", "_weight", "k", "n", "nbytes")
 
     def __init__(
         self, code: int, n: int, k: int, data: Tensor, scale: Tensor | None = None, bias: Tensor | None = None
     ) -> None:
-        self.n = n
+        self.n, self.k = n, k
         self._data, self._scale = data, scale
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.nbytes = data.numel() + (0 if scale is None else 4 * scale.numel())
@@ -113,9 +113,13 @@ class Packed:
         self._pointer = ctypes.addressof(self._weight)
         self._gemm = _function("tw_gemm")
 
-    def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`x [m, k]`, float32 with dense rows, to `[m, n]` (a new tensor, or `out` with dense rows)."""
-        m = x.shape[0]
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x [m, k]` to `[m, n]` float32 (a new tensor, or `out` with dense rows)."""
+        m, k = x.shape
+        if k != self.k:
+            raise ValueError(f"rows of {k} values for a weight of {self.k} inputs")
+        if x.dtype is not torch.float32 or x.stride(1) != 1:
+            x = x.float().contiguous()
         if out is None:
             out = torch.empty((m, self.n), dtype=torch.float32)
         self._gemm(self._pointer, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), torch.get_num_threads())

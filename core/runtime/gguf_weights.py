@@ -21,6 +21,7 @@ from torch import Tensor
 
 from twinfer.core.errors import ModelError
 from twinfer.core.gguf_header import TensorInfo, read_gguf_header
+from twinfer.core.runtime.stored_blocks import VALUES_PER_BLOCK, StoredBlocks
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -90,13 +91,31 @@ class GGUFWeights:
         return self._tensors[name].shape
 
     def get(self, name: str) -> Tensor:
-        tensor = self._dequantized(self._tensors[name])
+        tensor = self._rows_in_order(name, self._dequantized(self._tensors[name]))
+        if self.architecture.startswith("gemma") and name.endswith("norm.weight"):
+            return tensor - 1.0
+        return tensor
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """The weight `[out, in]` as it is stored; None when it is not in blocks."""
+        info = self._tensors[name]
+        values = VALUES_PER_BLOCK[info.type]
+        if values == 1 or len(info.shape) != 2 or info.shape[1] % values:
+            return None
+        data = np.array(self._bytes[info.offset : info.offset + info.nbytes])
+        blocks = torch.from_numpy(data).view(info.shape[0], info.shape[1] // values, -1)
+        if info.type in ("Q4_0", "Q4_1", "Q8_0"):  # what dequantizing the others would tell
+            scales = blocks[..., : 4 if info.type == "Q4_1" else 2].contiguous().view(torch.float16)
+            if not bool(scales.isfinite().all()):
+                raise ModelError(f"{self.path}: {info.name} holds values that are not finite; the file is damaged")
+        return StoredBlocks(info.type, self._rows_in_order(name, blocks))
+
+    def _rows_in_order(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor [out, ...]` with rotary rows as Hugging Face has them."""
         if self.architecture == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
             return self._halves(name, tensor, self._heads)
         if self.architecture == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
             return self._halves(name, tensor, self._kv_heads)
-        if self.architecture.startswith("gemma") and name.endswith("norm.weight"):
-            return tensor - 1.0
         return tensor
 
     def _dequantized(self, info: TensorInfo) -> Tensor:

@@ -30,6 +30,7 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.convert import differs
 from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel, load_model
+from twinfer.core.runtime.linear import LinearFactory
 from twinfer.core.runtime.parallel import ALONE, Parallel
 from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.stop_strings import StoppingExecutor
@@ -65,7 +66,7 @@ class Engine:
     def reconfigured(self, config: EngineConfig, longest_request: LongestRequest | None = None) -> Engine:
         """Another engine on the same weights, with its own KV pool; ConfigError when they do not serve `config`."""
         setup = _setup(config, self.spec, self.registry, self.device, self.tokenizer, longest_request)
-        for option in ("model", "device", "dtype"):
+        for option in ("model", "device", "dtype", "quantizer"):
             if getattr(setup.config, option) != getattr(self.setup.config, option):
                 raise ConfigError(
                     option, getattr(setup.config, option), "differs from the loaded engine's",
@@ -81,6 +82,8 @@ class Engine:
                 f"the loaded model is {self.setup.model.variant} and caches {self.setup.model.kv_shape()[0]} KV heads",
                 "load another engine",
             )  # fmt: skip
+        if "quantizer" in self.setup.reasons:
+            setup = replace(setup, reasons={**setup.reasons, "quantizer": self.setup.reasons["quantizer"]})
         executor = _executor(setup, self.registry, self.model, self.tokenizer, self.ranks)
         return replace(self, setup=setup, executor=executor)
 
@@ -125,22 +128,29 @@ def load_engine(
     tokenizer = load_tokenizer(weights)
     setup = _setup(config, spec, registry, device, tokenizer, longest_request)
     native.load()  # built here, so that no step waits for a compiler
+    linear = linears_of(setup, registry, target)
     ranks = None
     if setup.config.tp == 1:
-        model = load_share(setup, weights, registry, target)
+        model = load_share(setup, weights, registry, target, linear=linear)
     else:
         ranks = Ranks(setup.config.tp, target, registry, on_phase or (lambda phase: None))
-        model = ranks.load(setup, weights, lambda parallel: load_share(setup, weights, registry, target, parallel))
+        model = ranks.load(
+            setup, weights, lambda parallel: load_share(setup, weights, registry, target, parallel, linear)
+        )
+    if linear is not None:
+        setup = replace(setup, reasons={**setup.reasons, "quantizer": getattr(linear, "reason", "")})
     executor = _executor(setup, registry, model, tokenizer, ranks)
     return Engine(setup, registry, device, spec, weights, tokenizer, model, executor, ranks)
 
 
 def load_share(
-    setup: Setup, weights: Path, registry: Registry, device: torch.device, parallel: Parallel = ALONE
-) -> DecoderModel:
-    """The weights of one rank as a runnable model."""
+    setup: Setup, weights: Path, registry: Registry, device: torch.device, parallel: Parallel = ALONE,
+    linear: LinearFactory | None = None,
+) -> DecoderModel:  # fmt: skip
+    """The weights of one rank as a runnable model, multiplied by `linear` (as the setup says unless given)."""
     return load_model(
-        setup.model, weights, registry, device, DTYPES[setup.model.dtype], parallel=parallel,
+        setup.model, weights, registry, device, DTYPES[setup.model.dtype],
+        linear or linears_of(setup, registry, device), parallel=parallel,
         checkpoint=setup.checkpoint, attention=_attention(setup, registry),
     )  # fmt: skip
 
@@ -171,6 +181,27 @@ def _setup(
             "leave it out; the simulator can show what it would do",
         )  # fmt: skip
     return setup
+
+
+def linears_of(setup: Setup, registry: Registry, target: torch.device) -> LinearFactory | None:
+    """What the chosen quantizer multiplies weights with; None without one."""
+    names = registry.names("quantizer")
+    quantizer = next((t for t in setup.techniques if t.name in names), None)
+    if quantizer is None:
+        return None
+    if not hasattr(quantizer, "linear"):
+        raise ConfigError(
+            "--quant", str(setup.config.quantizer), "has no implementation in the engine",
+            "leave it out; the simulator can show what it would do",
+        )  # fmt: skip
+    factory: LinearFactory = quantizer.linear(setup.model, target)
+    if getattr(factory, "takes_blocks", False) and differs(setup.checkpoint, setup.model):
+        raise ConfigError(
+            "--quant", str(setup.config.quantizer),
+            f"keeps the blocks of the file, which a conversion to {setup.model.variant} would change",
+            "leave --attention or --quant out",
+        )  # fmt: skip
+    return factory
 
 
 def _executor(
@@ -227,11 +258,6 @@ def _refuse_unserved(config: EngineConfig) -> None:
         raise ConfigError(
             "--num-devices", config.num_devices, f"one engine of --tp {config.tp} uses {config.tp} device(s)",
             f"give --num-devices {config.tp}, or --tp {config.num_devices}",
-        )  # fmt: skip
-    if config.quantizer is not None:
-        raise ConfigError(
-            "--quant", str(config.quantizer), "the engine runs weights as they are stored",
-            "leave it out; the simulator can show what it would do",
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -47,14 +48,14 @@ class Parallel:
         heads = self.share(model.num_heads, "attention heads")
         return replace(model, num_heads=heads, num_kv_heads=self.kv_heads(model.num_kv_heads))
 
-    def cut(self, tensor: Tensor, dim: int = 0, what: str = "rows") -> Tensor:
-        """This rank's contiguous share of dimension `dim`."""
+    def cut(self, tensor: Any, dim: int = 0, what: str = "rows") -> Any:
+        """This rank's contiguous share of dimension `dim` of a tensor or its stored blocks."""
         if self.size == 1:
             return tensor
         length = self.share(tensor.shape[dim], what)
         return tensor.narrow(dim, self.rank * length, length)
 
-    def cut_heads(self, tensor: Tensor, num_heads: int, dim: int = 0) -> Tensor:
+    def cut_heads(self, tensor: Any, num_heads: int, dim: int = 0) -> Any:
         """This rank's whole heads of dimension `dim`; KV heads are repeated over ranks once ranks outnumber them."""
         if self.size == 1:
             return tensor
@@ -66,15 +67,19 @@ class Parallel:
             raise ConfigError("--tp", self.size, f"is no multiple of the {num_heads} KV heads", "use a multiple of it")
         return tensor.narrow(dim, self.rank * num_heads // self.size * width, width)
 
-    def cut_vocab(self, table: Tensor) -> Tensor:
+    def cut_vocab(self, table: Any) -> Any:
         """This rank's rows of a `[vocab, ...]` table, `ceil(vocab / size)` of them; what is missing is zeros."""
         if self.size == 1:
             return table
-        length = -(-len(table) // self.size)
-        rows = table[self.rank * length : (self.rank + 1) * length]
-        if len(rows) == length:
+        num_rows = table.shape[0]
+        length = -(-num_rows // self.size)
+        start = min(self.rank * length, num_rows)
+        rows = table.narrow(0, start, min(length, num_rows - start))
+        if rows.shape[0] == length:
             return rows
-        whole = table.new_zeros((length, *table.shape[1:]))
+        if not isinstance(rows, Tensor):
+            return rows.padded(length)
+        whole = rows.new_zeros((length, *rows.shape[1:]))
         whole[: len(rows)] = rows
         return whole
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from twinfer.core.errors import ModelError
 from twinfer.core.runtime.expert_names import Index, named_parts
+from twinfer.core.runtime.stored_blocks import StoredBlocks
 
 Packed = Mapping[str, Mapping[str, int]]
 """Last part of the name of a stored tensor to those of its rows: {"self_attn.qkv_proj": {"self_attn.q_proj": 64, ...}}."""
@@ -175,6 +176,14 @@ class Unpacked:
             self._last = stored, self.source.get(stored)
         return self._last[1][start:stop]
 
+    def blocks(self, name: str) -> StoredBlocks | None:
+        found = getattr(self.source, "blocks", None)
+        if found is None or name not in self._parts:
+            return None if found is None else found(name)
+        stored, start, stop = self._parts[name]
+        whole: StoredBlocks | None = found(stored)
+        return None if whole is None else whole.narrow(0, start, stop - start)
+
 
 _HARMLESS = re.compile(
     r"(^rope_freqs|^rope_factors_(long|short)|\.inv_freq|\.attn_rot_embd|masked_bias|^lm_head)(\.weight)?$"
@@ -223,9 +232,12 @@ def check_tensors(
 class Loader:
     """Fetches tensors of a source in the dtype and on the device of the model."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device | str, blocks: bool = False
+    ) -> None:
         self.source, self.dtype, self.device = source, dtype, torch.device(device)
         self._names = frozenset(source.names())
+        self._blocks = getattr(source, "blocks", None) if blocks else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -235,6 +247,11 @@ class Loader:
 
     def optional(self, name: str) -> Tensor | None:
         return self(name) if name in self._names else None
+
+    def projection(self, name: str) -> Tensor | StoredBlocks:
+        """A weight `[out, in]` for a linear: in the blocks of the file where `blocks` asked for them."""
+        found = None if self._blocks is None else self._blocks(name)
+        return self(name) if found is None else found
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,7 +1,9 @@
 """Built-in weight and KV formats."""
 
 from twinfer.core.hookspecs import Register, hookimpl
+from twinfer.plugins.quantizer.bf16 import BF16
 from twinfer.plugins.quantizer.fp8 import FP8
+from twinfer.plugins.quantizer.gguf import GGUF
 from twinfer.plugins.quantizer.int4 import Int4
 from twinfer.plugins.quantizer.int8 import Int8
 from twinfer.plugins.quantizer.kv_formats import KVFP8, KVInt4, KVInt8
@@ -9,5 +11,5 @@ from twinfer.plugins.quantizer.kv_formats import KVFP8, KVInt4, KVInt8
 
 @hookimpl
 def register_quantizer(register: Register) -> None:
-    for technique in (FP8, Int8, Int4, KVFP8, KVInt8, KVInt4):
+    for technique in (GGUF, BF16, FP8, Int8, Int4, KVFP8, KVInt8, KVInt4):
         register(technique)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from twinfer.core.errors import ConfigError
+from twinfer.core.technique import Needs
 from twinfer.core.work import Op
+from twinfer.plugins.quantizer.served import engine_reasons
 from twinfer.plugins.quantizer.what_if import (
     KVOption,
     WhatIf,
@@ -18,6 +21,9 @@ from twinfer.plugins.quantizer.what_if import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
+    from twinfer.core.runtime.linear import LinearFactory
     from twinfer.core.spec import ModelSpec
     from twinfer.core.work import StepShape
 
@@ -35,6 +41,21 @@ class Int8(WhatIf):
     def adapt_model(self, model: ModelSpec) -> ModelSpec:
         bits = grouped_bits(8, model.hidden_size, False, model.hidden_size)
         return with_kv(with_weights(model, bits, "int8" if self.options.activations else ""), self.options.kv)
+
+    @classmethod
+    def why_not(cls, needs: Needs) -> list[str]:
+        return engine_reasons(cls.name, needs)
+
+    def linear(self, model: ModelSpec, device: torch.device) -> LinearFactory:
+        """Packs the block linears. ConfigError for weights alone: its kernels compute in int8."""
+        from twinfer.core.runtime.quantized_linear import Int8Linears
+
+        if not self.options.activations:
+            raise ConfigError(
+                "--quant int8:activations", False, "the engine multiplies int8 weights by int8 activations only",
+                "leave it out, or simulate it",
+            )  # fmt: skip
+        return Int8Linears()
 
     def adapt_ops(self, ops: Sequence[Op], model: ModelSpec, shape: StepShape) -> Sequence[Op]:
         return quantized_inputs(ops, "int8", model.dtype) if self.options.activations else ops

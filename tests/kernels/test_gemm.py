@@ -52,11 +52,11 @@ def test_blocks(kind: str, m: int, n: int, k: int) -> None:
     x, weight, bias = _inputs(m, n, k)
     data, values = _blocks(kind, weight)
     packed = gemm.pack_blocks(kind, data, gemm.Arena())
-    assert _error(packed.multiply(x), gemm.blocks_reference(x.double(), values)) < FLOAT32
+    assert _error(packed(x), gemm.blocks_reference(x.double(), values)) < FLOAT32
     biased = gemm.pack_blocks(kind, data, gemm.Arena(), bias)
-    assert _error(biased.multiply(x), gemm.blocks_reference(x.double(), values, bias)) < FLOAT32
+    assert _error(biased(x), gemm.blocks_reference(x.double(), values, bias)) < FLOAT32
     # an activation moves by half a step of largest / 127 of its block at most
-    error = (packed.multiply(x) - torch.nn.functional.linear(x.double(), values)).abs()
+    error = (packed(x) - torch.nn.functional.linear(x.double(), values)).abs()
     half_step = x.double().view(m, -1, 32).abs().amax(-1) / 254.0
     bound = half_step @ values.view(n, -1, 32).abs().sum(-1).T
     assert (error <= 1.001 * bound + 1e-5 * bound.amax()).all()
@@ -74,7 +74,7 @@ def test_rows_give_the_blocks_back(kind: str) -> None:
 def test_bf16(m: int, n: int, k: int) -> None:
     x, weight, bias = _inputs(m, n, k)
     packed = gemm.pack_bf16(weight, gemm.Arena(), bias)
-    assert _error(packed.multiply(x), gemm.bf16_reference(x.double(), weight, bias)) < FLOAT32
+    assert _error(packed(x), gemm.bf16_reference(x.double(), weight, bias)) < FLOAT32
     ids = torch.tensor([n - 1, 0, n // 2])
     assert torch.equal(packed.rows(ids), weight.bfloat16().float()[ids])
 
@@ -87,7 +87,7 @@ def test_int8(m: int, n: int, k: int) -> None:
     values, scale = gemm.quantize_int8(x)
     weights, weight_scale = gemm.quantize_int8(weight)
     exact = (values.double() @ weights.double().T) * scale.double()[:, None] * weight_scale.double() + bias
-    assert _error(packed.multiply(x), exact) < FLOAT32
+    assert _error(packed(x), exact) < FLOAT32
 
 
 @pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])
@@ -95,15 +95,15 @@ def test_any_thread_count_and_any_neighbours(pack: str) -> None:
     """A row has the same bits alone, among others, and with more threads."""
     x, weight, _ = _inputs(41, 70, 128)
     packed = _pack(pack, weight)
-    whole = packed.multiply(x)
+    whole = packed(x)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert torch.equal(packed.multiply(x), whole)
+        assert torch.equal(packed(x), whole)
     finally:
         torch.set_num_threads(threads)
     for i in (0, 20, 40):
-        assert torch.equal(packed.multiply(x[i : i + 1])[0], whole[i])
+        assert torch.equal(packed(x[i : i + 1])[0], whole[i])
 
 
 @pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])
@@ -112,17 +112,17 @@ def test_strided_rows_and_given_output(pack: str) -> None:
     packed = _pack(pack, weight)
     wide, out = torch.full((9, 100), 7.0), torch.full((9, 30), 3.0)
     wide[:, 10:74] = x
-    packed.multiply(wide[:, 10:74], out[:, 5:25])
-    assert torch.equal(out[:, 5:25], packed.multiply(x))
+    packed(wide[:, 10:74], out[:, 5:25])
+    assert torch.equal(out[:, 5:25], packed(x))
     assert (out[:, :5] == 3.0).all() and (out[:, 25:] == 3.0).all()
 
 
 @pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])
 def test_zeros(pack: str) -> None:
     packed = _pack(pack, torch.zeros(18, 32))
-    assert torch.equal(packed.multiply(torch.zeros(3, 32)), torch.zeros(3, 18))
-    assert torch.equal(packed.multiply(torch.ones(3, 32)), torch.zeros(3, 18))
-    assert packed.multiply(torch.ones(0, 32)).shape == (0, 18)
+    assert torch.equal(packed(torch.zeros(3, 32)), torch.zeros(3, 18))
+    assert torch.equal(packed(torch.ones(3, 32)), torch.zeros(3, 18))
+    assert packed(torch.ones(0, 32)).shape == (0, 18)
 
 
 def _pack(pack: str, weight: Tensor) -> gemm.Packed:

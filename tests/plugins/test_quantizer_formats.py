@@ -36,7 +36,7 @@ def test_registered() -> None:
     assert set(NAMES) <= set(REGISTRY.names("quantizer"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"int8"}))
 def test_engine_is_refused_with_a_reason_and_the_simulator_is_not(name: str) -> None:
     technique = build(name)
     (reason,) = technique.why_not(Needs(world="engine"))

@@ -388,7 +388,7 @@ def test_closed_llms_say_so(engine: Engine) -> None:
         ({"dtype": "flaot32"}, "did you mean 'float32'"),
         ({"kv_dtype": "int8"}, "KV"),
         ({"tp": 3}, "attention heads"),
-        ({"quantizer": "int8"}, "quant"),
+        ({"quantizer": "int4"}, "quant"),
         ({"device": "h100-sxm"}, "no such device"),
         ({"attention": "mha"}, "mha"),
         ({"max_model_len": 100_000}, "made for 512"),

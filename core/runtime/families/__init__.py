@@ -105,7 +105,8 @@ def load_model(
         spec: ModelSpec, source: WeightSource, dtype: torch.dtype, linear: LinearFactory, rank: Parallel = ALONE
     ) -> DecoderModel:
         with torch.inference_mode():
-            built: DecoderModel = family(None).build(spec, Loader(source, dtype, device), linear, rank)
+            load = Loader(source, dtype, device, blocks=getattr(linear, "takes_blocks", False))
+            built: DecoderModel = family(None).build(spec, load, linear, rank)
         return built
 
     if differs(original, model):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,24 +60,24 @@ class RankLoader:
         heads: number of heads of each, which stay whole; without it, rows are cut evenly.
         """
 
-        def cut(tensor: Tensor, i: int) -> Tensor:
+        def cut(tensor: Any, i: int) -> Any:
             if heads is None:
                 return self.parallel.cut(tensor, 0, "MLP columns")
             return self.parallel.cut_heads(tensor, heads[i])
 
-        weights = [cut(self.load(f"{name}.weight"), i) for i, name in enumerate(names)]
+        weights = [cut(self.load.projection(f"{name}.weight"), i) for i, name in enumerate(names)]
         found = [self.load.optional(f"{name}.bias") for name in names]
         bias = None
         if any(b is not None for b in found):
             bias = fused(
-                [cut(b, i) if b is not None else w.new_zeros(len(w))
+                [cut(b, i) if b is not None else torch.zeros(w.shape[0], dtype=self.load.dtype, device=self.load.device)
                  for i, (b, w) in enumerate(zip(found, weights, strict=True))]
             )  # fmt: skip
         return self.linear(op, fused(weights), bias)
 
     def rows(self, op: str, name: str, num_heads: int | None = None) -> Linear:
         """The projection `name` back to the hidden size as linear `op`; its outputs are to be summed over the ranks."""
-        weight = self.load(f"{name}.weight")
+        weight = self.load.projection(f"{name}.weight")
         part = (
             self.parallel.cut(weight, 1, "MLP columns")
             if num_heads is None
@@ -92,11 +92,13 @@ class Decoder:
     def __init__(self, weights: RankLoader) -> None:
         spec, load, parallel = weights.spec, weights.load, weights.parallel
         self.spec, self.dtype, self.device, self.parallel = spec, load.dtype, load.device, parallel
-        self.table = TokenTable(load("model.embed_tokens.weight"), spec.tie_embeddings, parallel)
+        self.table = TokenTable(
+            load.projection("model.embed_tokens.weight"), spec.tie_embeddings, parallel, weights.linear
+        )
         if self.table.head is not None:
             self.lm_head: Linear = self.table.head
         else:
-            self.lm_head = weights.linear("lm_head", parallel.cut_vocab(load("lm_head.weight")), None)
+            self.lm_head = weights.linear("lm_head", parallel.cut_vocab(load.projection("lm_head.weight")), None)
         self.norm = load("model.norm.weight")
         self.rotary = rotary_of(spec, load)
         # rounded to the dtype of the activations, as transformers does
