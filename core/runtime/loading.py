@@ -233,7 +233,7 @@ def torch_executor(
     # Profiling waits for the device after every op; only a CPU has nothing to wait for.
     return TorchExecutor(
         model, attention.build(model.parallel.local(setup.model)), setup.limits.num_blocks, setup.block_size, sampler,
-        profile=model.device.type == "cpu",
+        profile=model.device.type == "cpu", num_host_blocks=setup.limits.num_host_blocks,
     )  # fmt: skip
 
 
