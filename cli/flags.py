@@ -137,6 +137,18 @@ def _scenario_options(
             rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf, the default, sends all at once."
         ),
     ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Below 1 arrivals come in bursts, above they are more even."),
+    ] = None,
+    ramp_to: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second at the end of a ramp from --rate."),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Clients that each send a request when their last has ended."),
+    ] = None,
     input_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of a prompt.")] = None,
     output_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of an answer.")] = None,
     lengths: Annotated[
@@ -239,7 +251,7 @@ class Scenario:
 
         g = self.given
         names = {"requests": "num_requests"}
-        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "input_len", "output_len", "lengths", "spread",
+        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "concurrency", "input_len", "output_len", "lengths", "spread",
                                                   "shared_prefix", "num_prefixes", "trace", "too_long", "temperature",
                                                   "seed") if g[k] is not None}  # fmt: skip
         for number, text in enumerate(g["prompt"] or (), 1):
