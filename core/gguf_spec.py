@@ -184,7 +184,7 @@ def _rope_scaling(header: GGUFHeader, key: Callable[..., Any]) -> dict[str, Any]
     if "rope_factors_long.weight" in header.tensors:
         pairs = header.tensors["rope_factors_long.weight"].num_values
         unit = [1.0] * pairs  # the tensors are what counts (`runtime/rope.py`)
-        found = {"rope_type": "longrope", "short_factor": unit, "long_factor": unit}
+        found: dict[str, Any] = {"rope_type": "longrope", "short_factor": unit, "long_factor": unit}
         return found | _given(original_max_position_embeddings=original, attention_factor=attention)
     if "rope_freqs.weight" in header.tensors:
         return {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
