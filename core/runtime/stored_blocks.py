@@ -46,6 +46,11 @@ class StoredBlocks:
             )  # fmt: skip
         return StoredBlocks(self.kind, self.data.narrow(1, start // values, length // values))
 
+    def index_select(self, dim: int, index: Tensor) -> StoredBlocks:
+        """As `Tensor.index_select`, of rows only."""
+        assert dim == 0
+        return StoredBlocks(self.kind, self.data.index_select(0, index))
+
     def padded(self, length: int) -> StoredBlocks:
         """With rows of zeros up to `length`: in every type a block of zero bytes stands for zeros."""
         zeros = self.data.new_zeros((length - len(self.data), *self.data.shape[1:]))

@@ -15,6 +15,8 @@ Invariants
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from twinfer.core.runtime.attention_latent import LatentStep, UpProjection
 from twinfer.core.runtime.attention_torch import AttentionStep
 from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.families.decoder import RankLoader, Shapes, linear_shapes
-from twinfer.core.runtime.linear import Linear
+from twinfer.core.runtime.linear import Linear, owned
 from twinfer.core.runtime.rope import Rotation, rotate
 from twinfer.core.spec import MLASpec, ModelSpec
 from twinfer.kernels import ops
@@ -42,35 +44,31 @@ class LatentBlock:
         self.q_norm: Tensor | None = None
         self.q_down: Linear | None = None
         if m.q_lora_rank:
+            q_a = f"{name}q_a_proj"
             self.q_down = weights.linear(
-                f"{prefix}q_down_proj", load(f"{name}q_a_proj.weight"), load.optional(f"{name}q_a_proj.bias")
+                f"{prefix}q_down_proj", load.projection(f"{q_a}.weight"), load.optional(f"{q_a}.bias")
             )
             self.q_norm = load(f"{name}q_a_layernorm.weight")
         q, op = (f"{name}q_b_proj", "q_up_proj") if m.q_lora_rank else (f"{name}q_proj", "q_proj")
-        self.q_proj = weights.linear(
-            f"{prefix}{op}", self._queries(load(f"{q}.weight"), spec), self._queries(load.optional(f"{q}.bias"), spec)
-        )
+        queries = [self.parallel.cut_heads(load.projection(f"{q}.weight"), spec.num_heads), load.optional(f"{q}.bias")]
+        if queries[1] is not None:
+            queries[1] = self.parallel.cut_heads(queries[1], spec.num_heads)
+        width = m.qk_nope_head_dim + m.qk_rope_head_dim
+        self.q_proj = weights.linear(f"{prefix}{op}", *(_in_halves(w, width, m) for w in queries))
         kv = f"{name}kv_a_proj_with_mqa"
-        self.kv_down = weights.linear(
-            f"{prefix}kv_down_proj", _halves(load(f"{kv}.weight"), m), _halves(load.optional(f"{kv}.bias"), m)
-        )
+        latents = (load.projection(f"{kv}.weight"), load.optional(f"{kv}.bias"))
+        self.kv_down = weights.linear(f"{prefix}kv_down_proj", *(_in_halves(w, m.latent_dim, m) for w in latents))
         self.latent_norm = load(f"{name}kv_a_layernorm.weight") if m.latent_norm else None
-        up = self.parallel.cut_heads(load(f"{name}kv_b_proj.weight"), spec.num_heads)
+        up = f"{name}kv_b_proj.weight"
         if m.absorbed:
-            by_head = up.view(self.heads, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
+            mine = self.parallel.cut_heads(load(up), spec.num_heads)
+            by_head = mine.view(self.heads, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
             k, v = by_head.split((m.qk_nope_head_dim, m.v_head_dim), dim=1)
-            self.up = UpProjection(k.contiguous(), v.contiguous())
+            self.up = UpProjection(owned(k.contiguous()), owned(v.contiguous()))
         else:
-            self.kv_up = weights.linear(f"{prefix}kv_up_proj", up, None)
+            mine = self.parallel.cut_heads(load.projection(up), spec.num_heads)
+            self.kv_up = weights.linear(f"{prefix}kv_up_proj", mine, None)
         self.o_proj = weights.rows(f"{prefix}o_proj", f"{name}o_proj", spec.num_heads)
-
-    def _queries(self, weight: Tensor | None, spec: ModelSpec) -> Tensor | None:
-        """This rank's heads of a projection into queries, rotary dimensions in halves."""
-        if weight is None:
-            return None
-        mine = self.parallel.cut_heads(weight, spec.num_heads)
-        by_head = mine.view(self.heads, -1, *weight.shape[1:])
-        return torch.cat([_halves(head, self.mla) for head in by_head]) if self.mla.interleaved else mine
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str) -> Shapes:
@@ -129,12 +127,17 @@ class LatentBlock:
         return self.parallel.all_reduce(out, mark)
 
 
-def _halves(weight: Tensor | None, m: MLASpec) -> Tensor | None:
-    """Rows of a projection whose last qk_rope_head_dim are rotary pairs side by side, those put into halves."""
+def _in_halves(weight: Any, width: int, m: MLASpec) -> Any:
+    """Rows in groups of `width`, the last qk_rope_head_dim of each rotary pairs side by side: those put into halves."""
     if weight is None or not m.interleaved:
         return weight
-    start = weight.shape[0] - m.qk_rope_head_dim
-    return torch.cat((weight[:start], weight[start::2], weight[start + 1 :: 2]))
+    plain = torch.arange(width - m.qk_rope_head_dim)
+    pairs = torch.arange(width - m.qk_rope_head_dim, width, 2)
+    group = torch.cat((plain, pairs, pairs + 1))
+    starts = torch.arange(0, weight.shape[0], width)
+    order = (starts[:, None] + group).flatten()
+    device = weight.device if isinstance(weight, Tensor) else weight.data.device
+    return weight.index_select(0, order.to(device))
 
 
 __all__ = ["LatentBlock"]
