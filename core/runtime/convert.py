@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from twinfer.core.errors import ModelError
+from twinfer.core.runtime.stored_blocks import StoredBlocks
 from twinfer.core.runtime.weights import WeightSource
 from twinfer.core.spec import MLASpec, ModelSpec
 
@@ -72,6 +73,11 @@ class ReplacedTensors:
 
     def get(self, name: str) -> Tensor:
         return self._make(name) if name in self._shapes else self.inner.get(name)
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """What the file holds in blocks, of the tensors that are as in the file."""
+        blocks = getattr(self.inner, "blocks", None)
+        return None if blocks is None or name in self._shapes else blocks(name)
 
 
 def regrouped(source: WeightSource, spec: ModelSpec, num_kv_heads: int) -> WeightSource:

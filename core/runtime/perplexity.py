@@ -156,7 +156,7 @@ def score(
     together = max(1, min(budget // chunk, engine.setup.limits.num_blocks // _blocks(chunk)))
     complete = True
     try:
-        for done, plan in enumerate(_plans(executor, chunks, together, budget), 1):
+        for done, plan in enumerate(plans(executor, chunks, together, budget, Need.ALL), 1):
             if should_stop is not None and should_stop():
                 complete = False
                 break
@@ -183,8 +183,10 @@ def _blocks(chunk: int) -> int:
     return -(-chunk // BLOCK_SIZE)
 
 
-def _plans(executor: TorchExecutor, chunks: Sequence[Sequence[int]], together: int, budget: int) -> Iterator[StepPlan]:
-    """Steps that feed `together` chunks side by side, in pieces of `budget` tokens in all."""
+def plans(
+    executor: TorchExecutor, chunks: Sequence[Sequence[int]], together: int, budget: int, need: Need
+) -> Iterator[StepPlan]:
+    """Steps that feed `together` chunks side by side, in pieces of `budget` tokens in all, each row with `need`."""
     step = 0
     forget: tuple[str, ...] = ()
     for first in range(0, len(chunks), together):
@@ -198,7 +200,7 @@ def _plans(executor: TorchExecutor, chunks: Sequence[Sequence[int]], together: i
         piece = max(1, budget // len(group))
         for start in range(0, max(len(chunks[number]) for number in group), piece):
             rows = tuple(
-                Row(str(number), start, chunks[number][start : start + piece], 0, Need.ALL, 0)
+                Row(str(number), start, chunks[number][start : start + piece], 0, need, 0)
                 for number in group
                 if start < len(chunks[number])
             )
@@ -255,4 +257,4 @@ def _loss(logits: Tensor, targets: Sequence[int]) -> float:
     return total
 
 
-__all__ = ["Perplexity", "cut", "perplexity", "score", "scoring_config"]
+__all__ = ["BLOCK_SIZE", "Perplexity", "cut", "perplexity", "plans", "score", "scoring_config"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from twinfer.core.params import SamplingParams
 from twinfer.core.runtime.convert import regrouped
 from twinfer.core.runtime.llm import LLM
 from twinfer.core.runtime.loading import Engine, load_engine
+from twinfer.core.runtime.perplexity import cut, perplexity, score, scoring_config
 from twinfer.core.runtime.run import run_engine
 from twinfer.core.runtime.weights import open_weights
 from twinfer.core.workload import Workload
@@ -87,6 +89,12 @@ EXACT = [
     ("Qwen3", {"num_key_value_heads": 2}, "mha", 8),
     ("Qwen2", {"num_key_value_heads": 2}, "gqa:num_kv_heads=4", 4),
 ]
+LATENT = [
+    ("Llama", {}, "mla"),
+    ("Llama", {"num_key_value_heads": 8}, "mla:rank=256"),
+    ("Llama", {"num_key_value_heads": 1, "attention_bias": True}, "mla"),
+    ("Qwen2", {"num_key_value_heads": 2}, "mla:mode=naive"),
+]
 
 
 @pytest.mark.parametrize(("architecture", "changes", "attention", "heads"), EXACT)
@@ -99,6 +107,20 @@ def test_repeated_heads_are_exact(
     assert other.model.spec.num_kv_heads == heads
     assert "(exact)" in other.setup.reasons["attention"]
     assert_same(logprobs(other), logprobs(native), 1e-5)
+
+
+@pytest.mark.parametrize(("architecture", "changes", "attention"), LATENT)
+def test_full_rank_latents_are_exact(
+    checkpoint: Callable[..., Path], architecture: str, changes: dict[str, Any], attention: str
+) -> None:
+    folder = checkpoint(architecture, **changes)
+    native = load_engine(config(folder, scheduler="continuous:chunk_size=7"))
+    other = load_engine(config(folder, attention, scheduler="continuous:chunk_size=7"))
+    assert other.model.spec.variant == "mla"
+    assert "(exact)" in other.setup.reasons["attention"]
+    if "naive" not in attention:
+        assert other.setup.kv_bytes_per_token == native.setup.kv_bytes_per_token
+    assert_same(logprobs(other), logprobs(native), 1e-4)
 
 
 def test_pooled_heads_are_the_mean_of_their_group(checkpoint: Callable[..., Path]) -> None:
@@ -148,7 +170,7 @@ def test_lossy_conversions_run_on_less_memory_in_both_worlds(checkpoint: Callabl
 
 def test_weights_of_another_variant_than_loaded_are_refused(tiny_llama_dir: Path) -> None:
     engine = load_engine(config(tiny_llama_dir))
-    with pytest.raises(ConfigError, match="the loaded weights are gqa with 2 KV heads"):
+    with pytest.raises(ConfigError, match="the loaded model is gqa and caches 2 KV heads"):
         engine.reconfigured(config(tiny_llama_dir, "mqa"))
 
 
@@ -162,3 +184,65 @@ def test_a_variant_that_cannot_convert_is_refused(tiny_llama_dir: Path) -> None:
             replace(spec, num_kv_heads=4, attention="odd"), tiny_llama_dir, Registry(entry_points=False),
             checkpoint=spec, attention=object(),
         )  # fmt: skip
+
+
+def test_error_falls_as_latents_grow(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Perplexity of random weights is no measure; the distance of the log probabilities is."""
+    folder = checkpoint("Llama")
+    text = "Calibration and scoring: 12 monkeys, 4 blind mice, (1 of each). " * 8
+    calibration = tmp_path / "calibration.txt"
+    calibration.write_text(text * 2)
+    losses = []
+    for rank in (1.0, 0.85, 0.6, 0.3):
+        attention = f"mla:rank={rank},calibration={calibration}"
+        engine = load_engine(scoring_config(config(folder, attention), 64))
+        losses.append(score(engine, cut(engine.tokenizer, text, 64), 64))
+    native = perplexity(config(folder), text, 64)
+    errors = [
+        sum(abs(ours - theirs) for (ours, _), (theirs, _) in zip(found.losses, native.losses, strict=True))
+        for found in losses
+    ]
+    assert errors[0] < 1e-2 * errors[1]
+    assert errors == sorted(errors)
+
+
+def test_lossy_latents_are_the_same_for_both_worlds(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "calibration.txt"
+    text.write_text("What to keep and what to lose. " * 40)
+    folder = checkpoint("Qwen2", num_key_value_heads=2)
+    attention = f"mla:rank=0.5,rope_dim=8,calibration={text}"
+    workload = Workload(num_requests=3, input_len=12, output_len=5, rate=math.inf)
+    native = run_engine(config(folder), workload)
+    real = run_engine(config(folder, attention), workload)
+    predicted = simulate(config(folder, attention), workload)
+    assert real.kv_bytes_per_token == predicted.kv_bytes_per_token == native.kv_bytes_per_token / 2
+    assert real.reasons["attention"] == predicted.reasons["attention"]
+    assert "2 KV heads, keys and values factored into 24 latent and 8 rotary values (lossy" in real.reasons["attention"]
+    assert real.metrics["num_completed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "attention", "words"),
+    [
+        ("Qwen3", {}, "mla", "its keys are normed head by head"),
+        ("Mistral", {"sliding_window": 8}, "mla", "a sliding window"),
+        ("Llama", {}, "mla:rank=500", "has 128 keys and values per token and layer, 500 would be kept; keep 4 to 128"),
+        ("Llama", {}, "mla:rank=1.5", "neither a share nor a number"),
+        ("Llama", {}, "mla:rank=0.001", "keep 4 to 128"),
+        ("Llama", {}, "mla:rank=32,rope_dim=33", "use an even number up to 31"),
+        ("Llama", {}, "mla:rank=0.5,rope_dim=66", "64 key dimensions can be turned"),
+        ("Llama", {}, "mla:rank=0.5,calibration=nowhere.txt", "nowhere.txt"),
+    ],
+)
+def test_what_cannot_become_latents_is_refused(
+    checkpoint: Callable[..., Path], architecture: str, changes: dict[str, Any], attention: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_engine(config(checkpoint(architecture, **changes), attention))
+
+
+def test_a_short_calibration_text_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "calibration.txt"
+    text.write_text("Too short.")
+    with pytest.raises(ConfigError, match="says too little of 64 dimensions"):
+        load_engine(config(checkpoint("Llama"), f"mla:rank=0.5,calibration={text}"))
