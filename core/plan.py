@@ -10,8 +10,6 @@ Invariants
   written), `preempted` (empty its block table), `grants` (append to it), `copies` one after the other (copy
   the block, then put the copy into the table), `swap_ins` (write host blocks into device blocks), `moves`,
   `rows`. Nothing else changes a block table.
-* Entries of a sliding-window group's table that no row can read any more may be holes: `HOLE` in grants of shared
-  blocks and in moves, and silently stale in tables that executors keep. No row reads or writes them.
 * A token still on the device is a `FromStep`, never a sentinel inside the ids.
 """
 
@@ -22,9 +20,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
-
-HOLE = -1
-"""Stands in a block table where there is no block: what lay there has left the group's attention window."""
 
 
 class Need(enum.Enum):
@@ -67,7 +62,7 @@ class Row(NamedTuple):
 class Grant(NamedTuple):
     """Blocks appended to the table of `seq` in cache group `group`.
 
-    `shared` of them (from the front) already hold committed KV. Any may be a `HOLE`.
+    `shared` of them (from the front) already hold committed KV.
     """
 
     seq: str
@@ -87,10 +82,7 @@ class Copy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """KV of `seq` to be read from (`kind` "load") or handed to (`kind` "send") `peer`.
-
-    blocks: the tables of all cache groups, one group after the other, equally long, with holes.
-    """
+    """KV of `seq` to be read from (`kind` "load") or handed to (`kind` "send") `peer`."""
 
     seq: str
     kind: str
@@ -116,7 +108,7 @@ class Fork(NamedTuple):
 
 
 class PlanStats(NamedTuple):
-    """The Core's counts when the plan was made; blocks are those of the pool, whatever their cache group."""
+    """The Core's counts when the plan was made; blocks are of group 0."""
 
     running: int
     waiting: int
@@ -209,6 +201,6 @@ def _plain(value: Any) -> Any:
 
 
 __all__ = [
-    "HOLE", "Candidates", "Copy", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
+    "Candidates", "Copy", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
     "StepResult", "Swap", "Token",
 ]  # fmt: skip

@@ -68,9 +68,9 @@ class Status(enum.Enum):
 
 
 class HostCopy(NamedTuple):
-    """The first `num_tokens` tokens of a preempted sequence, in these host blocks: per cache group, with its holes."""
+    """The first `num_tokens` tokens of a preempted sequence, in these host blocks."""
 
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[int, ...]
     num_tokens: int
 
 

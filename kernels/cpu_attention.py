@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class _Step(Structure):
     )  # fmt: skip
 
 
-_ATTEND = (POINTER(_Step), c_void_p, c_void_p, c_void_p, c_void_p)
+_ATTEND = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
 _WRITE = (c_void_p,) * 6 + (c_int64,) * 7 + (c_void_p, c_void_p, c_float, c_float, c_int)
 
 
@@ -60,14 +60,23 @@ class PagedAttention:
         library = native.load()
         assert library is not None
         self._attend = library.function("tw_attend", _ATTEND)
+        self._scale, self._softcap = scale, softcap or 0.0
+        self._steps: dict[int | None, _Step] = {}
+        self._rows = np.empty((0, 4), dtype=np.int64)
+        self.refill(rows)
+
+    def refill(self, rows: Iterable[tuple[int, int, int, NDArray[np.int64]]]) -> None:
+        """Other rows in place of these, as many as before: a recorded program finds them where they were."""
         found = list(rows)
         self._slots = [slots for *_, slots in found]  # kept alive
-        self._rows = np.array(
+        table = np.array(
             [(token, n, position, slots.__array_interface__["data"][0]) for token, n, position, slots in found],
             dtype=np.int64,
         )
-        self._scale, self._softcap = scale, softcap or 0.0
-        self._steps: dict[int | None, _Step] = {}
+        if len(self._rows):
+            self._rows[:] = table
+        else:
+            self._rows = table
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
         """`[tokens, heads * value_dim]`. The strides of keys and values are those of the first call with `window`."""
@@ -77,8 +86,8 @@ class PagedAttention:
         if q.stride(0) != step.q_stride or q.stride(1) != step.dim or q.stride(2) != 1:
             q = q.contiguous()
             step.q_stride = q.stride(0)
-        out = torch.empty((q.shape[0], step.heads * step.value_dim), dtype=torch.float32)
-        self._attend(byref(step), q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())
+        out = native.empty(q.shape[0], step.heads * step.value_dim)
+        self._attend(addressof(step), q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())
         return out
 
     def _prepare(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> _Step:

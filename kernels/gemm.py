@@ -56,11 +56,10 @@ def why_not() -> str:
     return ""
 
 
-def _function(name: str) -> ctypes._NamedFuncPointer:
+def _function(name: str) -> native.Function:
     library = native.load()
     assert library is not None, native.why_not()
-    found: ctypes._NamedFuncPointer = library.function(name, *_SIGNATURES[name])
-    return found
+    return library.function(name, *_SIGNATURES[name])
 
 
 class Arena:
@@ -121,14 +120,14 @@ class Packed:
         if x.dtype is not torch.float32 or x.stride(1) != 1:
             x = x.float().contiguous()
         if out is None:
-            out = torch.empty((m, self.n), dtype=torch.float32)
+            out = native.empty(m, self.n)
         self._gemm(self._pointer, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), torch.get_num_threads())
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids [count]` of the weight, `[count, k]` float32."""
         weight, ids = self._weight, ids.to(torch.int64).contiguous()
-        out = torch.empty((len(ids), weight.k), dtype=torch.float32)
+        out = native.empty(len(ids), weight.k)
         if weight.format == _BF16:
             _function("tw_bf16_rows")(weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr())
         elif weight.format == _INT8:

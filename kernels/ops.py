@@ -1,4 +1,4 @@
-"""The pointwise ops of a decoder layer, in one place so that each can have a faster twin.
+"""The ops of a decoder between its matrix products and attention, in one place so that each can have a faster twin.
 
     x [tokens, hidden]    weights [hidden]
 
@@ -7,7 +7,8 @@ layout they do not take, runs on the torch twin of the same name in `torch_ops.p
 
 Invariants
 * A row's result depends on that row alone, not on the rows beside it or on the number of threads.
-* Results are new tensors; the only argument written is the `residual` of `add_rms_norm`.
+* Results are new tensors; the only arguments written are the `residual` of `add_rms_norm` and what `scale` and
+  `softcap` change.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _SIGNATURES = {
     "tw_rms_norm": (_P, _P, _P, _N, _N, _N, _F, _F, _I),
     "tw_add_rms_norm": (_P, _P, _P, _P, _N, _N, _F, _F, _I),
     "tw_gated": (_P, _P, _N, _N, _N, _I, _I),
+    "tw_scale": (_P, _N, _F, _I),
+    "tw_softcap": (_P, _N, _F, _I),
+    "tw_take_rows": (_P, _P, _P, _N, _N, _N, _N, _I),
+    "tw_rotations": (_P, _P, _P, _P, _N, _N, _F, _I),
 }
 
 
@@ -47,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> T
     if run is None or x.dim() != 2 or x.stride(1) != 1 or not _plain(weight):
         return torch_ops.rms_norm(x, weight, eps, plus_one)
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=torch.float32)
+    out = native.empty(rows, width)
     run(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, x.stride(0), eps, 1.0 if plus_one else 0.0,
         torch.get_num_threads(),
@@ -64,7 +69,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, pl
     ):  # fmt: skip
         return torch_ops.add_rms_norm(residual, delta, weight, eps, plus_one)
     rows, width = residual.shape
-    out = torch.empty((rows, width), dtype=torch.float32)
+    out = native.empty(rows, width)
     run(
         residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps,
         1.0 if plus_one else 0.0, torch.get_num_threads(),
@@ -79,13 +84,62 @@ def gated(gate_up: Tensor, act: str) -> Tensor:
     if run is None or code is None or gate_up.dim() != 2 or gate_up.stride(1) != 1 or gate_up.shape[1] % 2:
         return torch_ops.gated(gate_up, act)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=torch.float32)
+    out = native.empty(rows, width)
     run(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), code, torch.get_num_threads())
     return out
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """`x *= factor`."""
+    run = _function("tw_scale", x)
+    if run is None or not x.is_contiguous():
+        return x.mul_(factor)
+    run(x.data_ptr(), x.numel(), factor, torch.get_num_threads())
+    return x
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """`x = cap * tanh(x / cap)`, in place (arXiv:2408.00118)."""
+    run = _function("tw_softcap", x)
+    if run is None or not x.is_contiguous():
+        return x.div_(cap).tanh_().mul_(cap)
+    run(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
+    return x
+
+
+def take_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids [count]` (int64, all within it) of `table [rows, width]` of any layout, as a new `[count, width]`."""
+    run = _function("tw_take_rows", table)
+    if run is None or not ids.is_contiguous():
+        return torch_ops.take_rows(table, ids)
+    count, width = len(ids), table.shape[1]
+    out = native.empty(count, width)
+    run(
+        table.data_ptr(), ids.data_ptr(), out.data_ptr(), count, width, table.stride(0), table.stride(1),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def rotations(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of `positions [tokens]` (int64) times `frequencies [pairs]`, each `[tokens, 1, 2 * pairs]`.
+
+    The first half of sin is negated; both are multiplied by `scale`.
+    """
+    run = _function("tw_rotations", frequencies)
+    if run is None or dtype is not torch.float32 or not (positions.is_contiguous() and frequencies.is_contiguous()):
+        return torch_ops.rotations(positions.float()[:, None] * frequencies, dtype, scale)
+    tokens, pairs = len(positions), len(frequencies)
+    cos, sin = native.empty(tokens, 2 * pairs), native.empty(tokens, 2 * pairs)
+    run(
+        positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, pairs, scale,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return cos[:, None], sin[:, None]
 
 
 def _plain(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and weight.is_contiguous()
 
 
-__all__ = ["ACTIVATIONS", "add_rms_norm", "gated", "rms_norm"]
+__all__ = ["ACTIVATIONS", "add_rms_norm", "gated", "rms_norm", "rotations", "scale", "softcap", "take_rows"]

@@ -43,3 +43,18 @@ def gated(gate_up: Tensor, act: str) -> Tensor:
     """`act(gate) * up` of `gate_up [tokens, 2 * width]` (gate first): `[tokens, width]` (arXiv:2002.05202)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(ACTIVATIONS[act](gate), up)
+
+
+def take_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids [count]` of `table [rows, width]`, `[count, width]`."""
+    if table.stride(0) == 1:  # stored transposed
+        return table.t().index_select(1, ids).t().contiguous()
+    return table.index_select(0, ids)
+
+
+def rotations(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of `angles [tokens, pairs]`, each `[tokens, 1, 2 * pairs]`; the first half of sin is negated."""
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)

@@ -7,6 +7,8 @@ Invariants
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twinfer.core.runtime.attention_parts import AttentionShape
@@ -23,8 +25,11 @@ class NativeStep(AttentionStep):
     def __init__(self, shape: AttentionShape, batch: PackedBatch, kv: KVStorage) -> None:
         self.shape, self.slots, self.keys = shape, batch.slots, kv.keys
         self.values = [k[..., : shape.v_dim] for k in kv.keys] if shape.values_in_keys else kv.values
-        rows = [(span.offset, span.length, span.start, span.table.slots) for span in batch.spans]
-        self.attention = PagedAttention(rows, shape.scale, shape.softcap)
+        self.attention = PagedAttention(_rows(batch), shape.scale, shape.softcap)
+
+    def refill(self, batch: PackedBatch) -> None:
+        """The rows of another batch of the same shape; its slots are to be copied into those of the first."""
+        self.attention.refill(_rows(batch))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.keys[layer].index_copy_(0, self.slots, k)
@@ -48,6 +53,10 @@ class NativeStep(AttentionStep):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q, self.keys[layer], self.values[layer], self.shape.windows[layer])
+
+
+def _rows(batch: PackedBatch) -> list[tuple[int, int, int, NDArray[np.int64]]]:
+    return [(span.offset, span.length, span.start, span.table.slots) for span in batch.spans]
 
 
 __all__ = ["NativeStep"]

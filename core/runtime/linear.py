@@ -18,6 +18,7 @@ from torch import Tensor
 
 from twinfer.core.runtime.parallel import ALONE, Mark, Parallel
 from twinfer.core.runtime.stored_blocks import StoredBlocks, Weight, dense_of, stacked
+from twinfer.kernels import ops
 
 Linear = Callable[[Tensor], Tensor]
 """`[tokens, in]` to `[tokens, out]`. One with `rows(ids)` (rows of its weight, `[count, in]`) may hold a token table."""
@@ -54,9 +55,7 @@ class Dense:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` of the weight."""
-        if self.transposed:
-            return self.weight.index_select(1, ids).t().contiguous()
-        return self.weight.index_select(0, ids)
+        return ops.take_rows(self.weight.t() if self.transposed else self.weight, ids)
 
 
 def dense(name: str, weight: Weight, bias: Tensor | None) -> Linear:
@@ -70,11 +69,12 @@ def fused(parts: Sequence[Any]) -> Any:
 
 
 class TokenTable:
-    """Embedding and, when tied, the LM head of one `[vocab, hidden]` table; `weight` is this rank's rows of it."""
+    """Embedding and, when tied, the LM head of one `[vocab, hidden]` table, cut by vocabulary over the ranks."""
 
     __slots__ = ("_rows", "first", "head", "num_rows", "parallel", "weight")
 
     def __init__(self, weight: Weight, tied: bool, parallel: Parallel = ALONE, linear: LinearFactory = dense) -> None:
+        weight = parallel.cut_vocab(weight)
         self.num_rows = weight.shape[0]
         self.parallel, self.first = parallel, parallel.rank * self.num_rows
         self.head = linear("lm_head", weight, None) if tied else None
@@ -98,4 +98,4 @@ class TokenTable:
             found: Tensor = self._rows(ids)
             return found
         assert self.weight is not None
-        return self.weight.index_select(0, ids)
+        return ops.take_rows(self.weight, ids)

@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -33,6 +34,12 @@ class Profile:
         now = time.perf_counter()
         self._seconds[op] = self._seconds.get(op, 0.0) + now - self._last
         self._last = now
+
+    def add(self, seconds: Sequence[tuple[str, float]]) -> None:
+        """Times by op that a recorded pass took since the last mark (`replay.py`)."""
+        for op, took in seconds:
+            self._seconds[op] = self._seconds.get(op, 0.0) + took
+        self._last = time.perf_counter()
 
     def ops(self, seconds: float) -> dict[str, float]:
         """Seconds by op of a step that took `seconds`."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from twinfer.core.errors import ModelError
 from twinfer.core.runtime.weights import Loader
 from twinfer.core.spec import ModelSpec
+from twinfer.kernels import ops, torch_ops
 
 Rotation = tuple[Tensor, Tensor]
 """cos and signed sin of a step's tokens, each `[tokens, 1, rotary_dim]`; the first half of sin is negated."""
@@ -45,15 +46,7 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> Rotation:
         """`positions [tokens]` to their rotation."""
-        angles = self.angles(positions.float()[:, None])
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return torch.cat((cos, cos), -1)[:, None].to(self.dtype), torch.cat((-sin, sin), -1)[:, None].to(self.dtype)
-
-    def angles(self, positions: Tensor) -> Tensor:
-        """`positions [tokens, 1]` to `[tokens, rotary_dim / 2]`."""
-        return positions * self.inv_freq
+        return ops.rotations(positions, self.inv_freq, self.dtype, self.scale)
 
 
 class DynamicRotary(Rotary):
@@ -66,7 +59,11 @@ class DynamicRotary(Rotary):
         # theta * growth ** (dim / (dim - 2)), to the power of -2i / dim
         self.exponents = -torch.arange(pairs, dtype=torch.float32, device=inv_freq.device) / max(pairs - 1, 1)
 
+    def __call__(self, positions: Tensor) -> Rotation:
+        return torch_ops.rotations(self.angles(positions.float()[:, None]), self.dtype, self.scale)
+
     def angles(self, positions: Tensor) -> Tensor:
+        """`positions [tokens, 1]` to `[tokens, rotary_dim / 2]`."""
         growth = self.factor * (positions + 1) / self.trained - (self.factor - 1)
         return positions * (self.inv_freq * growth.clamp_min(1.0) ** self.exponents)
 
@@ -133,9 +130,8 @@ def rope_kind(scaling: Mapping[str, Any] | None) -> str:
 
 
 def is_long(spec: ModelSpec) -> bool:
-    """Whether longrope's factors for long sequences serve the context of `spec`; never with another scaling."""
-    scaling = spec.rope_scaling or {}
-    return rope_kind(scaling) == "longrope" and spec.max_context > int(scaling["original_max_position_embeddings"])
+    """Whether longrope's factors for long sequences serve the context of `spec`."""
+    return spec.max_context > int((spec.rope_scaling or {})["original_max_position_embeddings"])
 
 
 def rope_scale(scaling: Mapping[str, Any]) -> float:

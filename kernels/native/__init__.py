@@ -26,9 +26,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinfer.core.cache_folder import cache_dir
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twinfer.kernels.native.program import Program
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
@@ -40,6 +45,22 @@ TIMEOUT_S = 180
 log = logging.getLogger(__name__)
 
 
+class Function:
+    """A C function of the library. While a program is recorded, calls are noted in it as well as made."""
+
+    __slots__ = ("_raw", "name", "words")
+
+    def __init__(self, name: str, raw: Any, words: Any) -> None:
+        self.name, self._raw = name, raw
+        self.words: int = ctypes.cast(words, ctypes.c_void_p).value or 0 if words is not None else 0
+        """Address of its `TW_RECORDABLE` twin, 0 without one."""
+
+    def __call__(self, *args: Any) -> Any:
+        if _recording is not None and _recording.is_here():
+            _recording.add(self.name, self.words, self._raw.argtypes, args)
+        return self._raw(*args)
+
+
 @dataclass(slots=True)
 class Library:
     """The loaded kernels. `flags`: what they were built with."""
@@ -47,20 +68,23 @@ class Library:
     path: Path
     flags: tuple[str, ...]
     _dll: ctypes.CDLL
-    _functions: dict[str, Any] = field(default_factory=dict)
+    _functions: dict[str, Function] = field(default_factory=dict)
 
     @property
     def threaded(self) -> bool:
         """Whether kernels use more than one thread."""
         return "-fopenmp" in self.flags
 
-    def function(self, name: str, argtypes: Sequence[Any], restype: Any = None) -> Any:
-        """The C function `name`; looked up and typed the first time. AttributeError when there is none."""
+    def function(self, name: str, argtypes: Sequence[Any], restype: Any = None) -> Function:
+        """The C function `name`; looked up and typed the first time. AttributeError when there is none.
+
+        Addresses are passed as integers. One with a `TW_RECORDABLE` twin can be part of a program (`program.h`).
+        """
         found = self._functions.get(name)
         if found is None:
-            found = getattr(self._dll, name)
-            found.argtypes, found.restype = list(argtypes), restype
-            self._functions[name] = found
+            raw = getattr(self._dll, name)
+            raw.argtypes, raw.restype = list(argtypes), restype
+            found = self._functions[name] = Function(name, raw, getattr(self._dll, f"{name}_words", None))
         return found
 
 
@@ -69,6 +93,7 @@ _tried = False
 _library: Library | None = None
 _reason = ""
 _disabled = False
+_recording: Program | None = None
 
 
 def load() -> Library | None:
@@ -103,6 +128,27 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         _disabled = before
+
+
+def empty(rows: int, width: int) -> Tensor:
+    """A float32 `[rows, width]` for the result of a kernel; while a program is recorded, of the program's memory."""
+    if _recording is not None and _recording.is_here():
+        return _recording.empty(rows, width)
+    import torch
+
+    return torch.empty((rows, width), dtype=torch.float32)
+
+
+@contextmanager
+def recording(program: Program) -> Iterator[None]:
+    """Within it, calls of this thread are noted in `program`. One program at a time."""
+    global _recording
+    assert _recording is None
+    _recording = program
+    try:
+        yield
+    finally:
+        _recording = None
 
 
 # --- building -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 #include <memory>
 #include <vector>
 
+#include "program.h"
 #include "vec.h"
 
 namespace {
@@ -527,3 +528,6 @@ void tw_attend(const tw_attention* step, const float* q, const float* keys, cons
 }
 
 }  // extern "C"
+
+TW_RECORDABLE(tw_rope_kv_write)
+TW_RECORDABLE(tw_attend)

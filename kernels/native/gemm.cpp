@@ -1,5 +1,6 @@
 // Matrix products with packed weights: the one entry for every format.
 #include "gemm_tiles.h"
+#include "program.h"
 
 extern "C" {
 
@@ -24,3 +25,7 @@ void tw_gemm(const tiles::Weight* w, const float* x, int64_t ldx, int64_t m, flo
 #endif
 
 }  // extern "C"
+
+#ifdef TW_GEMM
+TW_RECORDABLE(tw_gemm)
+#endif

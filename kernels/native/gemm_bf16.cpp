@@ -4,6 +4,7 @@
 // A panel is 32 columns; per input it holds 16 words: column c in the lower half of word c, column c + 16 in the upper.
 // Rows of a tile lie per input side by side, [k][R], so that every address inside a tile is one pointer plus a constant.
 #include "gemm_tiles.h"
+#include "program.h"
 
 #ifdef TW_GEMM
 
@@ -113,5 +114,7 @@ void tw_bf16_rows(const uint16_t* packed, int64_t k, const int64_t* ids, int64_t
 }
 
 }  // extern "C"
+
+TW_RECORDABLE(tw_bf16_rows)
 
 #endif

@@ -16,6 +16,7 @@
 // Quantized rows lie per tile of R rows as blocks { int8 q[R][32]; float d[R]; float sum[R]; int32 qsum[R] }, so that
 // every address inside a tile is one pointer plus a constant.
 #include "gemm_tiles.h"
+#include "program.h"
 
 #ifdef TW_GEMM
 
@@ -225,5 +226,7 @@ void tw_blocks_rows(int64_t format, const uint8_t* packed, int64_t k, const int6
 }
 
 }  // extern "C"
+
+TW_RECORDABLE(tw_blocks_rows)
 
 #endif

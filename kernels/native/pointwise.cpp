@@ -1,9 +1,10 @@
-// Norms and gated activations of float32 rows; see `ops.py` for the shapes.
+// Norms, gated activations, gathered rows and rotary angles in float32; see `ops.py` for the shapes.
 //
 // A row is computed by one thread in one order: its result depends on nothing but the row.
 
 #include <cmath>
 
+#include "program.h"
 #include "vec.h"
 
 namespace {
@@ -104,4 +105,58 @@ void tw_gated(const float* gate_up, float* out, int64_t rows, int64_t width, int
     if (act == GELU_TANH) gate_rows<GELU_TANH>(gate_up, out, rows, width, stride, threads);
 }
 
+// x [count] *= factor.
+void tw_scale(float* x, int64_t count, float factor, int threads) {
+    parallel(count, GRAIN, threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) x[i] *= factor;
+    });
+}
+
+// x [count] = cap * tanh(x / cap).
+void tw_softcap(float* x, int64_t count, float cap, int threads) {
+    parallel(count, GRAIN / 4, threads, [=](int64_t begin, int64_t end) {
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) store(x + i, tanh(load(x + i) / cap) * cap);
+        if (i < end) store_some(x + i, tanh(load_some(x + i, end - i) / cap) * cap, end - i);
+    });
+}
+
+// out [count, width] = rows `ids` of a table whose rows and columns lie `row` and `column` floats apart.
+void tw_take_rows(const float* table, const int64_t* ids, float* out, int64_t count, int64_t width, int64_t row,
+                  int64_t column, int threads) {
+    parallel(count, GRAIN / width + 1, threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const float* from = table + ids[i] * row;
+            if (column == 1)
+                std::memcpy(out + i * width, from, size_t(width) * sizeof(float));
+            else
+                for (int64_t j = 0; j < width; ++j) out[i * width + j] = from[j * column];
+        }
+    });
+}
+
+// cos, sin [count, 2 * pairs] of positions times frequencies, times scale; the first half of sin is negated.
+void tw_rotations(const int64_t* positions, const float* frequencies, float* cos, float* sin, int64_t count,
+                  int64_t pairs, float scale, int threads) {
+    parallel(count, 1024 / pairs + 1, threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            float *c = cos + i * 2 * pairs, *s = sin + i * 2 * pairs;
+            for (int64_t j = 0; j < pairs; ++j) {
+                const float angle = float(positions[i]) * frequencies[j];
+                c[j] = c[pairs + j] = std::cos(angle) * scale;
+                s[pairs + j] = std::sin(angle) * scale;
+                s[j] = -s[pairs + j];
+            }
+        }
+    });
+}
+
 }  // extern "C"
+
+TW_RECORDABLE(tw_rms_norm)
+TW_RECORDABLE(tw_add_rms_norm)
+TW_RECORDABLE(tw_gated)
+TW_RECORDABLE(tw_scale)
+TW_RECORDABLE(tw_softcap)
+TW_RECORDABLE(tw_take_rows)
+TW_RECORDABLE(tw_rotations)

@@ -116,3 +116,44 @@ def test_no_rows() -> None:
     assert native.load() is not None
     assert ops.rms_norm(torch.empty(0, 16), torch.ones(16), 1e-5).shape == (0, 16)
     assert ops.gated(torch.empty(0, 16), "silu").shape == (0, 8)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 70])
+def test_take_rows(count: int, transposed: bool) -> None:
+    table = random(48, 30).t() if transposed else random(30, 48)
+    ids = torch.randint(0, 30, (count,), generator=torch.Generator().manual_seed(1))
+    for kind in (torch.float32, torch.bfloat16):
+        found = ops.take_rows(table.to(kind), ids)
+        assert torch.equal(found, table.to(kind)[ids])
+        assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_rotations(count: int, scale: float) -> None:
+    positions = torch.arange(count) * 37
+    frequencies = 10000.0 ** (-torch.arange(0, 24, 2) / 24.0)
+    cos, sin = ops.rotations(positions, frequencies, torch.float32, scale)
+    angles = (positions.float()[:, None] * frequencies).double()
+    assert cos.shape == sin.shape == (count, 1, 24)
+    expected = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    torch.testing.assert_close(cos[:, 0].double(), expected[0] * scale, rtol=0, atol=2e-7)
+    torch.testing.assert_close(sin[:, 0].double(), expected[1] * scale, rtol=0, atol=2e-7)
+    twin = torch_ops.rotations(positions.float()[:, None] * frequencies, torch.float32, scale)
+    torch.testing.assert_close((cos, sin), twin, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scale_and_softcap(shape: tuple[int, int]) -> None:
+    x = random(*shape) * 40
+    scaled, capped = x.clone(), x.clone()
+    assert ops.scale(scaled, 1.7) is scaled
+    assert ops.softcap(capped, 30.0) is capped
+    assert torch.equal(scaled, x * 1.7)
+    torch.testing.assert_close(capped.double(), (x.double() / 30).tanh() * 30, rtol=2e-6, atol=4e-6)
+    small = random(*shape) * 1e-3
+    torch.testing.assert_close(ops.softcap(small.clone(), 30.0), small, rtol=1e-5, atol=0)
+    twins = x.bfloat16()
+    assert torch.equal(ops.scale(twins.clone(), 2.0), twins * 2)
+    assert torch.equal(ops.softcap(twins.clone(), 30.0), twins.clone().div_(30.0).tanh_().mul_(30.0))

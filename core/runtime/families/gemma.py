@@ -82,7 +82,7 @@ class Gemma(Decoder):
             mark("norms")
             h = layer.mlp(h, mark)
             h = ops.rms_norm(h, layer.post_mlp_norm, eps, plus_one=True)
-        return self.logits(x.add_(h), logits_index, mark)
+        return self.logits(x, h, logits_index, mark)
 
 
 def expected_tensors(spec: ModelSpec) -> Shapes:

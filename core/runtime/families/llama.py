@@ -87,7 +87,7 @@ class Llama(Decoder):
             h = ops.add_rms_norm(x, h, layer.post_norm, eps)
             mark("norms")
             h = layer.mlp(h, mark)
-        return self.logits(x.add_(h), logits_index, mark)
+        return self.logits(x, h, logits_index, mark)
 
 
 def expected_tensors(spec: ModelSpec, attention_of: BlockOf = attention_block, mlp_of: BlockOf = mlp_block) -> Shapes:
