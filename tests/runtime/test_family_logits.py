@@ -5,14 +5,19 @@ Ragged packed batches, chunked prefill, a paged cache with scattered blocks, win
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from logits_oracle import TOLERANCE, TinyModel, chunked, difference, prompts, run
+from logits_oracle import TOLERANCE, VOCAB, TinyModel, chunked, difference, prompts, run
 
+from twinfer.core.registry import Registry
+from twinfer.core.runtime.families import load_model
 from twinfer.core.runtime.rope import DynamicRotary
+from twinfer.kernels import native
 
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.5, 2.0, 5.0, 9.0]
 GEMMA = dict(head_dim=12, query_pre_attn_scalar=20)
@@ -86,14 +91,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
     return get
 
 
+@pytest.mark.parametrize("on_native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_packed_batch_in_scattered_blocks(tiny: Callable[[str], TinyModel], case: str) -> None:
+def test_ragged_packed_batch_in_scattered_blocks(tiny: Callable[[str], TinyModel], case: str, on_native: bool) -> None:
     """Prefill, chunks, verify-sized rows and decode rows in one step; windows wrap several times."""
     model = tiny(case)
     sequences = prompts(33, 5, 21, 40, 17, 9)
     chunks = [[20, *[1] * 13], [1, 1, 1, 2], [10, 11], [9, 9, 9, 13], [16, 1], [3, 3, 3]]
-    for sequence, got in zip(sequences, run(model, sequences, chunks, "shuffled"), strict=True):
+    with nullcontext() if on_native else native.disabled():
+        answers = run(model, sequences, chunks, "shuffled")
+    for sequence, got in zip(sequences, answers, strict=True):
         assert difference(got, model.expected(sequence)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_embeddings_are_scaled_as_transformers_rounds(tiny: Callable[[str], TinyModel], case: str) -> None:
+    """sqrt(48) is no bfloat16: the scale is rounded before it multiplies."""
+    model = tiny(case)
+    half = load_model(model.spec, model.folder, Registry(entry_points=False), dtype=torch.bfloat16)
+    ids = torch.arange(VOCAB)
+    embedding = copy.deepcopy(model.reference.model.embed_tokens).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(half.embed(ids), embedding(ids))  # type: ignore[attr-defined]
+        assert not torch.equal(half.embed(ids), half.table.embed(ids) * 48**0.5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "phi3-window-partial", "qwen3", "mistral-window"])
