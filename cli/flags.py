@@ -111,6 +111,19 @@ def _scenario_options(
             help="Memory of the KV pool, e.g. 512MiB or 4GiB.",
         ),
     ] = None,
+    preemption: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_LIMITS,
+            help="KV of a sequence that must give way: recompute, or swap it to --host-kv-bytes of host memory.",
+        ),
+    ] = None,
+    host_kv: Annotated[
+        str | None,
+        typer.Option(
+            "--host-kv-bytes", rich_help_panel=_LIMITS, metavar="SIZE", help="Host memory for swapped KV, e.g. 4GiB."
+        ),
+    ] = None,
     memory_fraction: Annotated[
         float | None, typer.Option(rich_help_panel=_LIMITS, help="Share of device memory to use, in (0, 1].")
     ] = None,
@@ -123,6 +136,18 @@ def _scenario_options(
         typer.Option(
             rich_help_panel=_WORKLOAD, help="Requests per second (Poisson); inf, the default, sends all at once."
         ),
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Below 1 arrivals come in bursts, above they are more even."),
+    ] = None,
+    ramp_to: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second at the end of a ramp from --rate."),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Clients that each send a request when their last has ended."),
     ] = None,
     input_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of a prompt.")] = None,
     output_len: Annotated[int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Mean tokens of an answer.")] = None,
@@ -195,7 +220,7 @@ class Scenario:
         g = self.given
         fields = {k: g[k] for k in ("model", "device", "dtype", "kv_dtype", "num_devices", "tp", "max_model_len",
                                     "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "memory_fraction",
-                                    "seed") if g[k] is not None}  # fmt: skip
+                                    "preemption", "seed") if g[k] is not None}  # fmt: skip
         fields |= {
             k: canonical_dtype(fields[k], _flag(k)) for k in ("dtype", "kv_dtype") if fields.get(k, "auto") != "auto"
         }
@@ -203,6 +228,8 @@ class Scenario:
             fields["op_time"] = tuple(g["op_time"])
         if g["kv_memory"] is not None:
             fields["kv_memory_bytes"] = parse_size("--kv-memory-bytes", g["kv_memory"])
+        if g["host_kv"] is not None:
+            fields["host_kv_bytes"] = parse_size("--host-kv-bytes", g["host_kv"])
         for kind, text in (("scheduler", g["scheduler"]), ("kv_cache", g["kv_cache"]), ("attention", g["attention"]),
                            ("quantizer", g["quant"])):  # fmt: skip
             choice = self._choice(kind, text)
@@ -224,7 +251,7 @@ class Scenario:
 
         g = self.given
         names = {"requests": "num_requests"}
-        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "input_len", "output_len", "lengths", "spread",
+        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "concurrency", "input_len", "output_len", "lengths", "spread",
                                                   "shared_prefix", "num_prefixes", "trace", "too_long", "temperature",
                                                   "seed") if g[k] is not None}  # fmt: skip
         for number, text in enumerate(g["prompt"] or (), 1):

@@ -9,9 +9,7 @@ A block is in exactly one state:
 
 Invariants
 * `refs[b]` = table entries + references of outstanding steps and transfers; free and idle have none.
-* Only full, committed blocks are published. A published block is found by
-  (parent node, its token ids), node ids are never reused, and a dict compares the ids themselves,
-  so a hit is exact: no hash can collide into another request's KV.
+* Only full, committed blocks are published, at a node of the prefix tree: at most one per node and cache group.
 * A block is released through `drop` alone; releasing to `step` keeps it in flight until that step ends.
 * Order is deterministic: the free list is a stack, idle blocks leave in the policy's order.
 """
@@ -22,15 +20,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from twinfer.core.policy import IdleOrder
-
-Tokens = tuple[int, ...]
+from twinfer.core.prefix_tree import Key, PrefixTree, Tokens
 
 
 class Node(NamedTuple):
-    """A published block in the prefix tree: `id` is unique for ever, `key` is where it hangs."""
+    """Where a published block hangs: `id` and `key` of the tree's node, and the cache group it belongs to."""
 
     id: int
-    key: tuple[object, Tokens]
+    key: Key
+    group: int = 0
 
 
 class BlockPool:
@@ -44,9 +42,9 @@ class BlockPool:
         self.node: list[Node | None] = [None] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
         self.idle = idle
-        self.index: dict[tuple[object, Tokens], int] = {}  # (parent, tokens) -> block
+        self.tree = PrefixTree()
+        self.index: dict[tuple[int, int], int] = {}  # (node, group) -> published block
         self.in_flight: dict[int, list[int]] = {}  # step -> references it keeps
-        self.next_node = 1
         self.held = 0  # blocks with refs > 0
         self.used = 0  # committed slots of held blocks
 
@@ -115,40 +113,31 @@ class BlockPool:
         self.used += slots - self.fill[block]
         self.fill[block] = slots
 
-    def publish(self, block: int, parent: object, tokens: Tokens) -> int:
-        """Offer a full committed block for sharing; returns its node id (the older twin's if there is one)."""
-        key = (parent, tokens)
-        twin = self.index.get(key)
-        if twin is not None:
-            node = self.node[twin]
-            assert node is not None
-            return node.id
-        old = self.node[block]
-        if old is not None:  # hung below a parent that is gone: hang it here, its children stay below it
-            del self.index[old.key]
-            node = Node(old.id, key)
-        else:
-            node = Node(self.next_node, key)
-            self.next_node += 1
-        self.index[key] = block
-        self.node[block] = node
-        return node.id
+    def publish(self, block: int, node: int, group: int = 0) -> None:
+        """Offer a full committed block for sharing at `node`; one that has a twin there already stays private."""
+        if (node, group) not in self.index:
+            assert self.node[block] is None
+            self.index[node, group] = block
+            self.node[block] = Node(node, self.tree.keys[node], group)
+            self.tree.use(node)
 
-    def find(self, parent: object, tokens: Tokens) -> int | None:
+    def find(self, parent: object, tokens: Tokens, group: int = 0) -> int | None:
         """The published block that holds `tokens` after `parent`, if any; does not change the pool."""
-        return self.index.get((parent, tokens))
+        node = self.tree.find(parent, tokens)
+        return None if node is None else self.index.get((node, group))
 
     def _unpublish(self, block: int) -> None:
         node = self.node[block]
         if node is not None:
-            del self.index[node.key]
+            del self.index[node.id, node.group]
             self.node[block] = None
+            self.tree.leave(node.id)
 
     # --- audit ----------------------------------------------------------------------------------
 
-    def audit(self, tables: Iterable[Sequence[int]]) -> list[str]:
-        """Violated invariants, given every block table that refers to this pool."""
-        wrong: list[str] = []
+    def audit(self, tables: Iterable[Sequence[int]], nodes: Iterable[object] = ()) -> list[str]:
+        """Violated invariants, given every block table that refers to this pool, and every node they stand at."""
+        wrong = self.tree.audit([*nodes, *(n.id for n in self.node if n is not None)])
         count = [0] * self.num_blocks
         for table in tables:
             if len(set(table)) != len(table):
@@ -176,7 +165,7 @@ class BlockPool:
             if in_idle and node is None:
                 wrong.append(f"block {block} is idle-cached but not published")
             if node is not None:
-                if self.index.get(node.key) != block:
+                if self.index.get((node.id, node.group)) != block or self.tree.find(*node.key) != node.id:
                     wrong.append(f"block {block} is published but the index finds another")
                 if self.fill[block] != self.block_size:
                     wrong.append(f"block {block} is published with {self.fill[block]} of {self.block_size} slots")

@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -59,6 +59,8 @@ class EngineConfig(BaseModel):
     device: device spec name; "auto" is this machine.  dtype: of weights and activations; "auto".
     max_model_len: None takes the model's context, lowered if KV memory is smaller.
     num_kv_blocks / kv_memory_bytes: size of the KV pool; None derives it from device memory.
+    preemption: what becomes of the KV of a sequence that must give way: it is computed again, or swapped to host
+    memory of `host_kv_bytes` per device (when that is full, it is computed again).
     memory_fraction: share of device memory the engine may use.  tp: tensor-parallel ranks.
     num_devices: devices in all; None: as many as `tp`.
     """
@@ -79,6 +81,8 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     num_kv_blocks: int | None = Field(default=None, ge=1)
     kv_memory_bytes: int | None = Field(default=None, ge=1)
+    preemption: Literal["recompute", "swap"] = "recompute"
+    host_kv_bytes: int | None = Field(default=None, ge=1)
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     tp: int = Field(default=1, ge=1)
     num_devices: int | None = Field(default=None, ge=1)
@@ -90,5 +94,14 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 "--kv-memory-bytes", self.kv_memory_bytes, f"--num-kv-blocks {self.num_kv_blocks} sizes the pool too",
                 "give one of them",
+            )  # fmt: skip
+        if self.preemption == "swap" and self.host_kv_bytes is None:
+            raise ConfigError(
+                "--preemption", "swap", "there is no host memory to swap to", "give --host-kv-bytes, or use recompute"
+            )
+        if self.preemption != "swap" and self.host_kv_bytes is not None:
+            raise ConfigError(
+                "--host-kv-bytes", self.host_kv_bytes, f"--preemption {self.preemption} keeps nothing in host memory",
+                "give --preemption swap too",
             )  # fmt: skip
         return self

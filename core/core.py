@@ -11,7 +11,9 @@ Invariants
 * Events are consumed before the queue is walked; a request that cannot run never hides one that can
   be finished, and gates (loads, forks) take no row.
 * Admission never preempts, and asks for room for the whole known sequence, so a prompt that cannot
-  fit is not started. Blocks of outstanding steps are never reclaimed.
+  fit is not started. Where attention has windows that is what feeding it takes at its most (`Ledger.peak`):
+  the window and the largest chunk; for a sequence alone, the window and one token (`Ledger.least`), because
+  rows are cut to what the pool can give. Blocks of outstanding steps are never reclaimed.
 * Progress law: runnable work, nothing outstanding and an empty plan finishes the head request with a
   reason that names the number to raise; the core never spins.
 * Order never depends on hashes: every container that decides order is a list or an insertion-ordered dict.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from twinfer.core.beam import BeamGroup, beam_answered, end_beams, give_way
@@ -54,15 +57,24 @@ _RUNNING = Status.RUNNING
 
 
 class Core:
-    """One replica. See the module docstring for its rules."""
+    """One replica. See the module docstring for its rules.
+
+    windows: attention window of each cache group, None for full attention (`cache_groups.py`).
+    """
 
     def __init__(
-        self, scheduler: Scheduler, kv_cache: KVCache, limits: Limits, seed: int = 0, namespace: str = ""
+        self,
+        scheduler: Scheduler,
+        kv_cache: KVCache,
+        limits: Limits,
+        seed: int = 0,
+        namespace: str = "",
+        windows: Seq[int | None] = (None,),
     ) -> None:
         self.scheduler = scheduler
         self.limits = limits
         self.seed = seed
-        self.ledger = Ledger(kv_cache, limits, namespace)
+        self.ledger = Ledger(kv_cache, limits, namespace, windows)
         self.host = HostPool(limits.num_host_blocks)
         self.requests: dict[str, list[Sequence]] = {}  # samples still alive, by request
         self.sequences: dict[str, Sequence] = {}  # alive, or still read by a transfer

@@ -23,9 +23,9 @@ from twinfer.core.spec import ModelSpec
 GGUF_FAMILIES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "deepseek2": "DeepseekV2ForCausalLM",
 }  # fmt: skip
-"""general.architecture -> architecture class ("llama" also covers Mistral and, with experts, Mixtral)."""
+"""general.architecture -> architecture class ("llama" also covers Mistral and, with experts, Mixtral; "deepseek2" V3)."""
 
 
 def spec_from_gguf(path: str | Path) -> ModelSpec:
@@ -93,7 +93,7 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
 
     layers, heads, hidden = key("block_count"), count("attention.head_count"), key("embedding_length")
     head_dim = count("attention.key_length", hidden // heads)
-    if count("attention.value_length", head_dim) != head_dim:
+    if arch != "deepseek2" and count("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{name}: values of another width than keys are not supported")
     embedding = header.tensors.get("token_embd.weight")
     tokens = meta.get("tokenizer.ggml.tokens", ())
@@ -111,7 +111,7 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
         "vocab_size": vocab,
         "max_position_embeddings": key("context_length"),
         "rope_theta": number("rope.freq_base", 10000.0),
-        "partial_rotary_factor": count("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": 1.0 if arch == "deepseek2" else count("rope.dimension_count", head_dim) / head_dim,
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon", 1e-6),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "sliding_window": key("attention.sliding_window") or None,  # 0 is written for none
@@ -133,16 +133,48 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
         config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     elif pattern is not None:
         config["sliding_window_pattern"] = pattern
-    if key("expert_count"):
+    if arch == "deepseek2":
+        config |= _deepseek(header, key, number)
+    elif key("expert_count"):
         config["num_experts_per_tok"] = key("expert_used_count")
         if arch == "llama":
             config |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": key("expert_count")}
         else:
-            config |= {"num_experts": key("expert_count"), "moe_intermediate_size": key("expert_feed_forward_length")}
+            config |= {
+                "num_experts": key("expert_count"), "moe_intermediate_size": key("expert_feed_forward_length"),
+                "norm_topk_prob": True,  # no key says so; every published model has it
+            }  # fmt: skip
     scaling = _rope_scaling(header, key)
     if scaling:
         config["rope_scaling"] = scaling
     return config
+
+
+def _deepseek(header: GGUFHeader, key: Callable[..., Any], number: Callable[..., float]) -> dict[str, Any]:
+    """DeepSeek-V2 and V3: one architecture in GGUF, told apart by how experts are scored."""
+    rope = key("rope.dimension_count")
+    sigmoid = key("expert_gating_func") == 2 or any(".exp_probs_b." in name for name in header.tensors)
+    groups = key("expert_group_count", 1)
+    grouped = "group_limited_greedy" if groups > 1 else "greedy"
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
+        "num_key_value_heads": key("attention.head_count"),  # 1 is written for the one latent
+        "q_lora_rank": key("attention.q_lora_rank"),
+        "kv_lora_rank": key("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key("attention.key_length_mla", key("attention.key_length")) - rope,
+        "v_head_dim": key("attention.value_length_mla", key("attention.value_length")),
+        "first_k_dense_replace": key("leading_dense_block_count", 0),
+        "n_routed_experts": key("expert_count"),
+        "n_shared_experts": key("expert_shared_count", 0),
+        "num_experts_per_tok": key("expert_used_count"),
+        "moe_intermediate_size": key("expert_feed_forward_length"),
+        "routed_scaling_factor": number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(key("expert_weights_norm", False)),
+        "topk_method": "noaux_tc" if sigmoid else grouped,
+        "n_group": groups,
+        "topk_group": key("expert_group_used_count", 1),
+    }
 
 
 def _rope_scaling(header: GGUFHeader, key: Callable[..., Any]) -> dict[str, Any]:
@@ -152,7 +184,7 @@ def _rope_scaling(header: GGUFHeader, key: Callable[..., Any]) -> dict[str, Any]
     if "rope_factors_long.weight" in header.tensors:
         pairs = header.tensors["rope_factors_long.weight"].num_values
         unit = [1.0] * pairs  # the tensors are what counts (`runtime/rope.py`)
-        found = {"rope_type": "longrope", "short_factor": unit, "long_factor": unit}
+        found: dict[str, Any] = {"rope_type": "longrope", "short_factor": unit, "long_factor": unit}
         return found | _given(original_max_position_embeddings=original, attention_factor=attention)
     if "rope_freqs.weight" in header.tensors:
         return {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
@@ -164,6 +196,9 @@ def _rope_scaling(header: GGUFHeader, key: Callable[..., Any]) -> dict[str, Any]
             beta_fast=key("rope.scaling.yarn_beta_fast"), beta_slow=key("rope.scaling.yarn_beta_slow"),
             attention_factor=attention and factor and attention * (0.1 * log(factor) + 1.0),
         )  # fmt: skip
+        strength = key("rope.scaling.yarn_log_multiplier")
+        if strength is not None:  # only of the softmax: published models turn cos and sin by the plain factor
+            found |= {"mscale": float(f"{10 * strength:.6g}"), "mscale_all_dim": float(f"{10 * strength:.6g}")}
     return found
 
 

@@ -164,8 +164,18 @@ def _read(c: _Config, family: str) -> ModelSpec:
         linear_dtype=linear_dtype,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
         bos_token_id=c.get("bos_token_id"),
-        extra={} if block_bits is None else {"stored_as": c.get("quantization_config")["quant_method"]},
+        extra=_extra(c, block_bits is not None),
     )
+
+
+def _extra(c: _Config, quantized: bool) -> dict[str, Any]:
+    """What only a loader of weights needs to know."""
+    extra = {}
+    if quantized:
+        extra["stored_as"] = c.get("quantization_config")["quant_method"]
+    if c.get("num_nextn_predict_layers"):
+        extra["num_nextn_predict_layers"] = c.count("num_nextn_predict_layers")
+    return extra
 
 
 def _dtype(c: _Config) -> str:

@@ -63,7 +63,7 @@ def why_refused(core: Core, request: Request) -> str:
         )
     # The last token of a request is never stored, so one that asks for a single token needs no more room.
     limit = min(length + request.params.max_tokens, limits.max_model_len)
-    need = core.ledger.blocks_for(min(length + 1, limit - 1))
+    need = core.ledger.least(min(length + 1, limit - 1))
     if need > limits.num_blocks:
         return (
             f"the prompt of {length} tokens needs {need} KV blocks of {core.ledger.block_size} tokens, but the "

@@ -1,22 +1,34 @@
-"""Block tables: which sequence holds which blocks of one cache group, and what of them is committed.
+"""Block tables: which sequence holds which blocks, and what of them is committed.
 
     table of a sequence:   [ shared | shared | private | private ]
     positions              0 ..................... computed ...... granted slots
 
+Layers whose attention has the same window form cache groups; a sequence has one table per group, all equally long,
+and all groups take their blocks from one pool. In a group with a window, blocks that no later row can read are given
+up as they are left behind, and their entries become holes:
+
+    window of 6, blocks of 4, 13 tokens computed:   [ hole | hole(4..7) | 8..11 | 12..15 ]    reads from 8 on
+
 Invariants
-* A table has blocks for every position below `computed + inflight` of its sequence.
+* A table has entries for every position below `computed + inflight` of its sequence. Entries that a row may read or
+  write hold blocks: those from `low(window, computed)` on. All before that are holes, from commit to commit.
+* A row that starts at `computed` or above never reads a hole, so giving a block up needs no outstanding step to end:
+  rows of outstanding steps start at `computed` at the least, and drafts are not counted as computed.
 * A block is written only at positions at or above the holder's `computed`, and only while it is
   unpublished and the holder's reference is the only one: `grow` copies it first (copy-on-write).
 * A prefix hit or a fork never covers the last known token: there is always one token to feed.
-* Blocks are published when their tokens are committed, never while they are drafts or in flight.
+* Blocks are published when their tokens are committed, never while they are drafts or in flight; before they become
+  holes, so that a later request may hit them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from twinfer.core.blocks import BlockPool
-from twinfer.core.plan import Copy, Grant
+from twinfer.core.plan import HOLE, Copy, Grant
 from twinfer.core.policy import KVCache, Limits
 from twinfer.core.request import Sequence
 
@@ -24,36 +36,107 @@ from twinfer.core.request import Sequence
 class Table:
     """Blocks of one sequence, and how far they are published."""
 
-    __slots__ = ("blocks", "node", "open", "published")
+    __slots__ = ("blocks", "first", "groups", "node", "open", "published")
 
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
+    def __init__(self, num_groups: int = 1) -> None:
+        self.groups: list[list[int]] = [[] for _ in range(num_groups)]
+        self.blocks = self.groups[0]
+        self.first = [0] * num_groups  # holes at the front of each group
         self.published = 0  # leading blocks that are in the prefix tree (or have a twin there)
         self.node: object = None  # tree node of the last of them
         self.open = 0  # positions from `computed` to here (exclusive) can be written as things stand
 
+    @property
+    def held(self) -> int:
+        """Entries that are blocks, all groups together."""
+        return len(self.groups) * len(self.blocks) - sum(self.first)
+
+
+class Hits(NamedTuple):
+    """Published blocks that hold the start of a sequence: `length` entries per group, holes where none is needed."""
+
+    length: int
+    groups: Seq[Seq[int]]
+    node: object  # of the last block
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for blocks in self.groups for block in blocks if block != HOLE]
+
 
 class Ledger:
-    """KV accounting of one cache group."""
+    """KV accounting of all cache groups. `windows` has the attention window of each, None for full attention."""
 
-    def __init__(self, cache: KVCache, limits: Limits, namespace: str = "", group: int = 0) -> None:
+    def __init__(self, cache: KVCache, limits: Limits, namespace: str = "", windows: Seq[int | None] = (None,)) -> None:
         self.cache = cache
         self.limits = limits
         self.namespace = namespace
-        self.group = group
+        self.windows = tuple(windows)
+        self.sliding = tuple((group, window) for group, window in enumerate(windows) if window is not None)
         self.block_size = cache.block_size(limits)
         self.pool = BlockPool(limits.num_blocks, self.block_size, cache.idle_order())
         self.tables: dict[str, Table] = {}
 
+    # --- how many blocks ------------------------------------------------------------------------
+
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that back `num_tokens` tokens under the cache's reservation rule."""
+        """Entries of one group's table that back `num_tokens` tokens under the cache's reservation rule."""
         return -(-self.cache.reserve(num_tokens, self.limits) // self.block_size)
 
+    def low(self, window: int | None, position: int) -> int:
+        """The first table entry that a row starting at `position` reads."""
+        return 0 if window is None or position < window else (position - window + 1) // self.block_size
+
+    def least(self, num_tokens: int) -> int:
+        """Blocks without which no sequence can come to have `num_tokens` in KV, and with which one alone can.
+
+        Fed one token at a time, token c needs the blocks from `low(window, c)` to its own in every group. What that is
+        at its most is found among the last `block_size` tokens: one block earlier, no group needs more.
+        """
+        if not self.sliding:
+            return self.blocks_for(num_tokens)
+        most = 0
+        for last in range(max(0, num_tokens - self.block_size), num_tokens):
+            entries = self.blocks_for(last + 1)
+            most = max(most, sum(entries - self.low(window, last) for window in self.windows))
+        return most
+
+    def _peak(self, window: int | None, num_tokens: int) -> int:
+        """Blocks of one group while `num_tokens` are fed in the largest chunks that the limits allow."""
+        whole = self.blocks_for(num_tokens)
+        if window is None:
+            return whole
+        chunk = min(num_tokens, self.limits.max_num_batched_tokens * self.limits.max_outstanding)
+        return min(whole, (window - 1 + chunk + self.block_size - 2) // self.block_size + 1)
+
+    def peak(self, num_tokens: int) -> int:
+        """Blocks that feeding `num_tokens` takes at its most; never less than `least` of them."""
+        return sum(self._peak(window, num_tokens) for window in self.windows)
+
+    def read_at(self, position: int) -> int:
+        """Blocks, all groups together, with KV that a row starting at `position` reads."""
+        entries = -(-position // self.block_size)
+        return sum(entries - self.low(window, position) for window in self.windows)
+
+    def copied(self, position: int) -> int:
+        """Blocks that a fork copies before its first row, which starts at `position`."""
+        return len(self.windows) if position % self.block_size else 0
+
     def missing(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `seq` still lacks to store `num_tokens`."""
+        """Blocks that `seq` may still take on its way to storing `num_tokens`."""
         table = self.tables.get(seq.id)
-        lacking = self.blocks_for(num_tokens) - (len(table.blocks) if table else 0)
-        return lacking if lacking > 0 else 0
+        if table is None:
+            return self.peak(num_tokens)
+        entries = len(table.blocks)
+        lacking = self.blocks_for(num_tokens) - entries
+        if lacking <= 0:
+            return 0
+        if not self.sliding:
+            return lacking
+        return sum(
+            min(lacking, max(0, self._peak(window, num_tokens) - entries + first))
+            for window, first in zip(self.windows, table.first, strict=True)
+        )
 
     # --- admission ------------------------------------------------------------------------------
 
@@ -61,36 +144,68 @@ class Ledger:
         request = seq.request
         return ("root", self.namespace, request.adapter, request.cache_salt)
 
-    def hits(self, seq: Sequence) -> list[int]:
-        """Published blocks that hold the start of `seq`, leaving at least one token to feed."""
-        if not (self.cache.shares_prefixes and seq.request.cache_prefix) or not self.pool.index:
-            return []
-        found: list[int] = []
-        parent: object = self._root(seq)
-        size = self.block_size
-        for start in range(0, seq.known - size, size):
-            block = self.pool.find(parent, tuple(seq.tokens(start, start + size)))
-            if block is None:
-                break
-            found.append(block)
-            node = self.pool.node[block]
-            assert node is not None
-            parent = node.id
-        return found
+    def hits(self, seq: Sequence) -> Hits:
+        """The longest start of `seq` whose KV is there, leaving at least one token to feed.
 
-    def admit(self, seq: Sequence, hits: list[int]) -> int:
+        Groups with full attention need all of its blocks, the others those that the next token reads.
+        """
+        root = self._root(seq)
+        node: object = root
+        none = Hits(0, [()] * len(self.windows), root)
+        pool = self.pool
+        if not (self.cache.shares_prefixes and seq.request.cache_prefix) or not pool.index:
+            return none
+        size, index = self.block_size, pool.index
+        found: list[list[int]] = [[] for _ in self.windows]
+        nodes: list[object] = []
+        for start in range(0, seq.known - size, size):
+            below = pool.tree.find(node, tuple(seq.tokens(start, start + size)))
+            if below is None:
+                break
+            here = [index.get((below, group), HOLE) for group in range(len(found))]
+            if any(block == HOLE and window is None for block, window in zip(here, self.windows, strict=True)):
+                break
+            for blocks, block in zip(found, here, strict=True):
+                blocks.append(block)
+            nodes.append(below)
+            node = below
+        length = self._covered(found, len(nodes))
+        if not length:
+            return none
+        groups = []
+        for window, blocks in zip(self.windows, found, strict=True):
+            low = self.low(window, length * size)
+            groups.append([HOLE] * low + blocks[low:length])
+        return Hits(length, groups, nodes[length - 1])
+
+    def _covered(self, found: list[list[int]], length: int) -> int:
+        """The largest number of blocks up to `length` before which no sliding group lacks one that would be read."""
+        gap = length
+        while gap >= 0:
+            length, gap = gap, -1
+            for group, window in self.sliding:
+                needed = range(length - 1, self.low(window, length * self.block_size) - 1, -1)
+                # A missing block rules out every length from just behind it up to this one.
+                gap = max(gap, next((at for at in needed if found[group][at] == HOLE), -1))
+        return length
+
+    def admit(self, seq: Sequence, hits: Hits | None = None) -> int:
         """Open a table whose first blocks are `hits`; returns the tokens that are already in KV."""
-        table = Table()
+        table = Table(len(self.windows))
         table.node = self._root(seq)
-        for block in hits:
-            self.pool.share(block)
-        table.blocks.extend(hits)
-        if hits:
-            node = self.pool.node[hits[-1]]
-            assert node is not None
-            table.node, table.published = node.id, len(hits)
+        if hits is not None and hits.length:
+            for group, blocks in enumerate(hits.groups):
+                self._share(table, group, blocks)
+            table.node, table.published = hits.node, hits.length
+            self.pool.tree.use(table.node)
         self.tables[seq.id] = table
-        return len(hits) * self.block_size
+        return len(table.blocks) * self.block_size
+
+    def can_fork(self, seq: Sequence, leader: Sequence) -> bool:
+        """True while the leader holds all that `seq` would read of the prompt they share."""
+        tokens = min(leader.computed, seq.known - 1)
+        first = self.tables[leader.id].first
+        return all(first[group] <= self.low(window, tokens) for group, window in self.sliding)
 
     def fork(self, seq: Sequence, leader: Sequence) -> int:
         """Open a table that shares the leader's prompt blocks; returns the tokens that are in KV.
@@ -101,101 +216,154 @@ class Ledger:
         source = self.tables[leader.id]
         tokens = min(leader.computed, seq.known - 1)
         count = -(-tokens // self.block_size)
-        table = Table()
-        table.node = self._root(seq)
-        for i in range(min(source.published, count)):
-            node = self.pool.node[source.blocks[i]]
-            if node is None:  # a twin stands in the tree for this block
-                break
-            table.node, table.published = node.id, i + 1
+        table = Table(len(self.windows))
+        table.published = min(source.published, count)
+        table.node = self.pool.tree.above(source.node, source.published - table.published)
+        self.pool.tree.use(table.node)
         source.open = 0  # its last block may be shared now
-        for block in source.blocks[:count]:
-            self.pool.share(block)
-        table.blocks.extend(source.blocks[:count])
+        for group, window in enumerate(self.windows):
+            low = self.low(window, tokens)
+            self._share(table, group, [HOLE] * low + source.groups[group][low:count])
         self.tables[seq.id] = table
         return tokens
 
+    def _share(self, table: Table, group: int, blocks: Seq[int]) -> None:
+        """Append blocks that others hold or held, behind any number of holes."""
+        table.groups[group].extend(blocks)
+        for block in blocks:
+            if block == HOLE:
+                table.first[group] += 1
+            else:
+                self.pool.share(block)
+
     # --- growth ---------------------------------------------------------------------------------
 
-    def grow(self, seq: Sequence, start: int, stop: int) -> tuple[Grant | None, Copy | None] | int:
-        """Blocks so that positions `start` to `stop` (exclusive) can be written.
+    def grow(self, seq: Sequence, start: int, stop: int) -> tuple[list[Grant], list[Copy]] | int:
+        """Blocks so that positions `start` to `stop` (exclusive) can be written, and what is before can be read.
 
-        Returns the grant and the copy to put into the plan, or the number of blocks that are lacking
-        (then nothing has changed).
+        Returns the grants and copies to put into the plan, or the number of blocks that are lacking (then nothing has
+        changed).
         """
         table = self.tables[seq.id]
         if stop <= table.open and start >= seq.computed:
-            return (None, None)
-        size = self.block_size
-        blocks = table.blocks
-        pool = self.pool
-        lacking = self.blocks_for(stop) - len(blocks)
+            return [], []
+        size, pool = self.block_size, self.pool
+        held = len(table.blocks)
         index = start // size
+        entries = max(held, self.blocks_for(stop))
         # A published block is never written either, even by its only holder (a fork re-feeds a token).
-        shared = index < len(blocks) and (pool.refs[blocks[index]] > 1 or pool.node[blocks[index]] is not None)
-        if lacking <= 0 and not shared:
-            table.open = len(blocks) * size
-            return (None, None)
-        need = max(lacking, 0) + shared
+        shared = [
+            index < held and (pool.refs[blocks[index]] > 1 or pool.node[blocks[index]] is not None)
+            for blocks in table.groups
+        ]
+        # A table that starts behind position 0 (loaded KV) begins with what its first row reads.
+        begin = [max(held, self.low(window, start)) for window in self.windows]
+        need = sum(shared) + sum(entries - at for at in begin)
         taken = pool.take(need)
         if taken is None:
             return need - pool.available
-        copy = None
-        if shared:
-            target = taken.pop(0)
-            source = blocks[index]
-            copy = Copy(seq.id, self.group, index, source, target)
-            pool.fill_to(target, start - index * size)
-            blocks[index] = target
-            # The source is read by this step before anyone may write it: copies run before rows.
-            pool.drop([source])
-        blocks.extend(taken)
-        table.open = len(blocks) * size
-        grant = Grant(seq.id, self.group, tuple(taken)) if taken else None
-        return (grant, copy)
+        grants, copies = [], []
+        for group, blocks in enumerate(table.groups):
+            if shared[group]:
+                target, source = taken.pop(0), blocks[index]
+                copies.append(Copy(seq.id, group, index, source, target))
+                pool.fill_to(target, start - index * size)
+                blocks[index] = target
+                # The source is read by this step before anyone may write it: copies run before rows.
+                pool.drop([source])
+            if entries > held:
+                fresh = taken[: entries - begin[group]]
+                del taken[: len(fresh)]
+                holes = [HOLE] * (begin[group] - held)
+                table.first[group] += len(holes)
+                blocks += holes + fresh
+                grants.append(Grant(seq.id, group, (*holes, *fresh)))
+        table.open = len(table.blocks) * size
+        return grants, copies
 
-    def restore(self, seq: Sequence, start: int, stop: int) -> tuple[int, ...]:
-        """Fresh blocks for positions `start` (a block's first) to `stop`, whose KV is written back in this step."""
-        grown = self.grow(seq, start, stop)
-        assert not isinstance(grown, int) and grown[0] is not None
+    def reach(self, seq: Sequence, start: int) -> int:
+        """The position up to which (exclusive) `seq` could grow now with the blocks that nobody holds."""
+        table = self.tables[seq.id]
+        index, held = start // self.block_size, len(table.blocks)
+        pool = self.pool
+        copies = sum(
+            index < held and (pool.refs[blocks[index]] > 1 or pool.node[blocks[index]] is not None)
+            for blocks in table.groups
+        )
+        return (held + (pool.available - copies) // len(self.windows)) * self.block_size
+
+    def restore(self, seq: Sequence, num_tokens: int) -> None:
+        """Fresh blocks behind those that were hit, for KV up to `num_tokens` that is written back in this step."""
         table, size = self.tables[seq.id], self.block_size
-        for index in range(start // size, -(-stop // size)):
-            self.pool.fill_to(table.blocks[index], min(size, stop - index * size))
-        return grown[0].blocks
+        held = len(table.blocks)
+        self._leave(table, num_tokens)
+        grown = self.grow(seq, num_tokens, num_tokens)
+        assert not isinstance(grown, int)
+        for blocks, first in zip(table.groups, table.first, strict=True):
+            for index in range(max(held, first), len(blocks)):
+                self.pool.fill_to(blocks[index], max(0, min(size, num_tokens - index * size)))
 
     # --- commitment -----------------------------------------------------------------------------
 
     def commit(self, seq: Sequence, old: int, new: int) -> None:
-        """Positions `old` to `new` (exclusive) of `seq` are in KV for good; publish full blocks."""
+        """Positions `old` to `new` (exclusive) of `seq` are in KV for good: publish full blocks, give up left ones."""
         table = self.tables[seq.id]
         size = self.block_size
         pool = self.pool
-        if new - old == 1:
+        if new - old == 1 and not self.sliding:
             pool.fill_to(table.blocks[old // size], old % size + 1)
         else:
             for index in range(old // size, -(-new // size)):
                 end = new - index * size
-                pool.fill_to(table.blocks[index], end if end < size else size)
-        if (table.published + 1) * size > new:
-            return
-        if not (self.cache.shares_prefixes and seq.request.cache_prefix):
-            return
-        while (table.published + 1) * size <= new:
+                for blocks in table.groups:
+                    if blocks[index] != HOLE:
+                        pool.fill_to(blocks[index], end if end < size else size)
+        if (table.published + 1) * size <= new and self.cache.shares_prefixes and seq.request.cache_prefix:
+            self._publish(seq, table, new)
+        if self.sliding:
+            self._leave(table, new)
+
+    def _leave(self, table: Table, computed: int) -> None:
+        """Make holes of the blocks that no row from position `computed` on reads."""
+        for group, window in self.sliding:
+            blocks, first = table.groups[group], table.first[group]
+            low = min(self.low(window, computed), len(blocks))
+            if low > first:
+                left = blocks[first:low]
+                blocks[first:low] = [HOLE] * len(left)
+                table.first[group] = low
+                self.pool.drop(left)
+
+    def _publish(self, seq: Sequence, table: Table, computed: int) -> None:
+        size, pool = self.block_size, self.pool
+        while (table.published + 1) * size <= computed:
             start = table.published * size
             tokens = tuple(seq.tokens(start, start + size))
-            table.node = pool.publish(table.blocks[table.published], table.node, tokens)
+            above = table.node
+            table.node = pool.tree.enter(above, tokens)
+            pool.tree.use(table.node)
+            pool.tree.leave(above)
+            for group, blocks in enumerate(table.groups):
+                if blocks[table.published] != HOLE:
+                    pool.publish(blocks[table.published], table.node, group)
             table.published += 1
 
     def release(self, seq: Sequence, until_step: int | None) -> None:
         """Give up the table of `seq`; harmless when it has none (release is idempotent)."""
         table = self.tables.pop(seq.id, None)
         if table is not None:
-            self.pool.drop(table.blocks, until_step)
+            for blocks, first in zip(table.groups, table.first, strict=True):
+                self.pool.drop(blocks[first:] if first else blocks, until_step)
+            self.pool.tree.leave(table.node)
 
     # --- audit ----------------------------------------------------------------------------------
 
     def audit(self, sequences: Iterable[Sequence]) -> list[str]:
-        wrong = self.pool.audit(t.blocks for t in self.tables.values())
+        tables = self.tables.values()
+        wrong = self.pool.audit(
+            [[block for block in blocks if block != HOLE] for table in tables for blocks in table.groups],
+            [table.node for table in tables],
+        )
         by_id = {seq.id: seq for seq in sequences}
         for seq_id, table in self.tables.items():
             seq = by_id.get(seq_id)
@@ -205,15 +373,27 @@ class Ledger:
             granted = len(table.blocks) * self.block_size
             if seq.computed + seq.inflight > granted:
                 wrong.append(f"{seq_id}: computed {seq.computed} + inflight {seq.inflight} > granted {granted}")
-            for index, block in enumerate(table.blocks[: -(-table.open // self.block_size)]):
-                if (index + 1) * self.block_size > seq.computed and (
-                    self.pool.refs[block] > 1 or self.pool.node[block] is not None
-                ):
-                    wrong.append(f"{seq_id}: block {index} counts as open to writing, but others may read it")
             if table.open > granted:
                 wrong.append(f"{seq_id}: open to {table.open}, granted {granted}")
-            for index, block in enumerate(table.blocks):
-                expected = min(self.block_size, max(0, seq.computed - index * self.block_size))
-                if self.pool.refs[block] == 1 and self.pool.fill[block] < expected:
-                    wrong.append(f"{seq_id}: block {index} has {self.pool.fill[block]} slots, needs {expected}")
+            for group, blocks in enumerate(table.groups):
+                wrong += [f"{seq_id}: {problem}" for problem in self._audit_group(seq, table, group, blocks)]
         return wrong
+
+    def _audit_group(self, seq: Sequence, table: Table, group: int, blocks: list[int]) -> Iterable[str]:
+        size, first = self.block_size, table.first[group]
+        if len(blocks) != len(table.blocks):
+            yield f"group {group} has {len(blocks)} entries, group 0 has {len(table.blocks)}"
+        holes = [index for index, block in enumerate(blocks) if block == HOLE]
+        if holes != list(range(first)):
+            yield f"group {group} has holes at {holes}, should have {first} at the front"
+        low = self.low(self.windows[group], seq.computed)
+        if seq.computed and first != min(low, len(blocks)):
+            yield f"group {group} begins at entry {first}, reads from {low} on"
+        for index in range(first, len(blocks)):
+            block = blocks[index]
+            expected = min(size, max(0, seq.computed - index * size))
+            if self.pool.refs[block] == 1 and self.pool.fill[block] < expected:
+                yield f"block {index} of group {group} has {self.pool.fill[block]} slots, needs {expected}"
+            is_open = seq.computed < (index + 1) * size and index * size < table.open
+            if is_open and (self.pool.refs[block] > 1 or self.pool.node[block] is not None):
+                yield f"block {index} of group {group} counts as open to writing, but others may read it"

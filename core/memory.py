@@ -205,7 +205,7 @@ def _pool(
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:
     if spec.num_heads % tp:
-        fits = [n for n in (1, 2, 4, 8, 16) if spec.num_heads % n == 0]
+        fits = [n for n in range(1, 33) if spec.num_heads % n == 0]
         raise ConfigError(
             "--tp", tp, f"does not divide the {spec.num_heads} attention heads of {spec.name}",
             f"use {', '.join(map(str, fits))}",

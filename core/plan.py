@@ -10,6 +10,8 @@ Invariants
   written), `preempted` (empty its block table), `grants` (append to it), `copies` one after the other (copy
   the block, then put the copy into the table), `swap_ins` (write host blocks into device blocks), `moves`,
   `rows`. Nothing else changes a block table.
+* Entries of a sliding-window group's table that no row can read any more may be holes: `HOLE` in grants of shared
+  blocks and in moves, and silently stale in tables that executors keep. No row reads or writes them.
 * A token still on the device is a `FromStep`, never a sentinel inside the ids.
 """
 
@@ -20,6 +22,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
+
+HOLE = -1
+"""Stands in a block table where there is no block: what lay there has left the group's attention window."""
 
 
 class Need(enum.Enum):
@@ -62,7 +67,7 @@ class Row(NamedTuple):
 class Grant(NamedTuple):
     """Blocks appended to the table of `seq` in cache group `group`.
 
-    `shared` of them (from the front) already hold committed KV.
+    `shared` of them (from the front) already hold committed KV. Any may be a `HOLE`.
     """
 
     seq: str
@@ -82,7 +87,10 @@ class Copy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """KV of `seq` to be read from (`kind` "load") or handed to (`kind` "send") `peer`."""
+    """KV of `seq` to be read from (`kind` "load") or handed to (`kind` "send") `peer`.
+
+    blocks: the tables of all cache groups, one group after the other, equally long, with holes.
+    """
 
     seq: str
     kind: str
@@ -108,7 +116,7 @@ class Fork(NamedTuple):
 
 
 class PlanStats(NamedTuple):
-    """The Core's counts when the plan was made; blocks are of group 0."""
+    """The Core's counts when the plan was made; blocks are those of the pool, whatever their cache group."""
 
     running: int
     waiting: int
@@ -201,6 +209,6 @@ def _plain(value: Any) -> Any:
 
 
 __all__ = [
-    "Candidates", "Copy", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
+    "HOLE", "Candidates", "Copy", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
     "StepResult", "Swap", "Token",
 ]  # fmt: skip

@@ -6,6 +6,9 @@ Invariants
 * The first admission that memory refuses closes admission for this step, so a small request never
   starves a large one that is ahead of it. Gates do not close it.
 * Blocks of a sequence with rows in outstanding steps are never taken from it.
+* With sliding windows a row of several tokens is cut to the blocks that nobody holds (at least one token is asked
+  for): as it commits, blocks come back. So whatever fits alone token by token fits in chunks, too, and no chunk
+  preempts anyone for room that its own window is about to leave.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from twinfer.core.errors import PluginError
-from twinfer.core.plan import Copy, FromStep, Grant, Move, Need, Row, Swap, Token
+from twinfer.core.plan import HOLE, Copy, FromStep, Grant, Move, Need, Row, Swap, Token
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence, Status
 
@@ -115,6 +118,10 @@ class Planner:
         drafts: tuple[int, ...] = ()
         if seq.drafts and start + n == total and not seq.awaiting:
             drafts = seq.drafts[: max(0, min(self.budget - n, seq.limit - total - 1))]
+        if n > 1 and self.ledger.sliding:
+            # Blocks that the window leaves behind come back at commit: better a shorter row than someone's blocks.
+            n = max(1, min(n, self.ledger.reach(seq, start) - start))
+            drafts = drafts if start + n == total else ()
         if drafts and not self._fits(seq, start, start + n + len(drafts)):
             drafts = ()  # guesses are not worth anyone's blocks
         if not drafts and not self._grow(seq, start, start + n):
@@ -161,15 +168,12 @@ class Planner:
         assert not lacking
         return True
 
-    def _grown(self, grown: tuple[Grant | None, Copy | None] | int) -> int:
+    def _grown(self, grown: tuple[list[Grant], list[Copy]] | int) -> int:
         """Takes note of what the ledger gave; the blocks that it lacks."""
         if isinstance(grown, int):
             return grown
-        grant, copy = grown
-        if grant is not None:
-            self.grants.append(grant)
-        if copy is not None:
-            self.copies.append(copy)
+        self.grants += grown[0]
+        self.copies += grown[1]
         return 0
 
     def _make_room(self, seq: Sequence, lacking: int) -> bool:
@@ -225,13 +229,12 @@ class Planner:
             return
         leader = seq.leader
         fork = False
-        if (
-            leader is not None and not seq.output and seq.host is None
-        ):  # with output of its own it shares no more than a hit
+        # With output of its own it shares no more than a hit.
+        if leader is not None and not seq.output and seq.host is None:
             if leader.status is _RUNNING and leader.computed >= seq.known - 1:
                 if any(swap.seq == leader.id for swap in self.swap_ins):
                     return  # copies come before swap-ins: next step
-                fork = True
+                fork = ledger.can_fork(seq, leader)
             elif leader.num_preemptions == 0 and leader.status in (_WAITING, _RUNNING, Status.LOADING):
                 return  # its prompt is about to be shared: a gate, takes nothing
         pool = ledger.pool
@@ -239,17 +242,19 @@ class Planner:
         # use the pool to its last slot. The last token of a sequence is never stored.
         others = bool(core.running or self._admitted)
         stored = min(seq.known + others, seq.limit - 1)
+        need = ledger.peak(stored) if others else ledger.least(stored)
+        hits = None
         if fork:
             assert leader is not None
             tokens = seq.known - 1
-            count = -(-tokens // ledger.block_size)
-            need = ledger.blocks_for(stored) - count + (tokens % ledger.block_size > 0)
+            need += ledger.copied(tokens) - ledger.read_at(tokens)
             room = pool.available
         else:
-            hits = [] if loading else ledger.hits(seq)
-            need = ledger.blocks_for(stored) - len(hits)
-            room = pool.available - sum(pool.refs[b] == 0 for b in hits)
-            tokens = len(hits) * ledger.block_size
+            hits = None if loading else ledger.hits(seq)
+            blocks = hits.blocks if hits is not None else ()
+            need -= len(blocks)
+            room = pool.available - sum(pool.refs[b] == 0 for b in blocks)
+            tokens = hits.length * ledger.block_size if hits is not None else 0
             if seq.host is not None:
                 tokens = max(tokens, seq.host.num_tokens)
         spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
@@ -272,8 +277,11 @@ class Planner:
         seq.status = _RUNNING
         self._admitted.append(seq)
         core.filling.append(seq)
-        shared = tuple(ledger.tables[seq.id].blocks)
-        restored = self._swap_in(seq) if seq.host is not None else ()
+        table = ledger.tables[seq.id]
+        num_shared = len(table.blocks)
+        if seq.host is not None:
+            self._swap_in(seq)
+        shared = [tuple(blocks) for blocks in table.groups]
         if loading:
             self._load(seq)
             return
@@ -281,48 +289,50 @@ class Planner:
         at = len(self.grants)
         if not self._feed(seq, n, seq.computed, seq.known, seq.known):
             raise AssertionError("admission promised room")  # pragma: no cover
-        if shared or restored:
-            fresh: tuple[int, ...] = restored
-            if len(self.grants) > at:
-                fresh += self.grants.pop().blocks
-            self.grants.append(Grant(seq.id, ledger.group, shared + fresh, len(shared)))
+        if shared[0]:
+            fresh = {grant.group: grant.blocks for grant in self.grants[at:]}
+            self.grants[at:] = [
+                Grant(seq.id, group, blocks + fresh.get(group, ()), num_shared) for group, blocks in enumerate(shared)
+            ]
 
-    def _swap_in(self, seq: Sequence) -> tuple[int, ...]:
-        """Bring back from host memory what the prefix cache did not have; returns the blocks for it."""
+    def _swap_in(self, seq: Sequence) -> None:
+        """Bring back from host memory what the prefix cache did not have."""
         host, start = seq.host, seq.computed
         assert host is not None
         if start >= host.num_tokens:  # all of it was still in the cache
             self.core.host.forget(seq)
-            return ()
-        blocks = self.ledger.restore(seq, start, host.num_tokens)
-        first = start // self.ledger.block_size
-        count = len(host.blocks) - first
-        self.swap_ins.append(Swap(seq.id, self.ledger.group, blocks[:count], host.blocks[first:]))
-        self.emptied.extend(host.blocks)
+            return
+        self.ledger.restore(seq, host.num_tokens)
+        table, held = self.ledger.tables[seq.id], start // self.ledger.block_size
+        for group, (blocks, copies) in enumerate(zip(table.groups, host.blocks, strict=True)):
+            first = max(held, table.first[group])
+            if copies[first:]:
+                self.swap_ins.append(Swap(seq.id, group, tuple(blocks[first : len(copies)]), copies[first:]))
+            self.emptied.extend(block for block in copies if block != HOLE)
         seq.host = None
         seq.computed = host.num_tokens
-        return blocks
 
     # --- transfers ------------------------------------------------------------------------------
 
     def _load(self, seq: Sequence) -> None:
         assert seq.kv_load is not None
         tokens = min(seq.kv_load.num_tokens, seq.known - 1)
-        grown = self.ledger.grow(seq, 0, tokens)
-        assert not isinstance(grown, int) and grown[0] is not None
-        self.grants.append(grown[0])
-        self.moves.append(Move(seq.id, "load", seq.kv_load.handle, grown[0].blocks, tokens))
+        lacking = self._grown(self.ledger.grow(seq, tokens, tokens))
+        assert not lacking
+        self.moves.append(Move(seq.id, "load", seq.kv_load.handle, self._all_blocks(seq), tokens))
         seq.status = Status.LOADING
         self.core.transfers[seq.id] = "load"
 
     def _send(self) -> None:
         core = self.core
         for seq in core.sends:
-            table = self.ledger.tables[seq.id]
             assert seq.request.kv_to is not None
-            self.moves.append(Move(seq.id, "send", seq.request.kv_to, tuple(table.blocks), seq.computed))
+            self.moves.append(Move(seq.id, "send", seq.request.kv_to, self._all_blocks(seq), seq.computed))
             core.transfers[seq.id] = "send"
         core.sends = []
+
+    def _all_blocks(self, seq: Sequence) -> tuple[int, ...]:
+        return tuple(block for blocks in self.ledger.tables[seq.id].groups for block in blocks)
 
     # --- end ------------------------------------------------------------------------------------
 

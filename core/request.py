@@ -68,9 +68,9 @@ class Status(enum.Enum):
 
 
 class HostCopy(NamedTuple):
-    """The first `num_tokens` tokens of a preempted sequence, in these host blocks."""
+    """The first `num_tokens` tokens of a preempted sequence, in these host blocks: per cache group, with its holes."""
 
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     num_tokens: int
 
 

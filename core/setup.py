@@ -142,7 +142,13 @@ def resolve(
                 "--kv-memory-bytes", int(budget), f"one KV block of {block_size} tokens takes {per_block:.0f} B",
                 "give more memory, or lower --max-model-len or the block size",
             )  # fmt: skip
-    limits = replace(limits, num_blocks=num_blocks)
+    num_host_blocks = int((config.host_kv_bytes or 0) // per_block)
+    if config.host_kv_bytes is not None and num_host_blocks < 1:
+        raise ConfigError(
+            "--host-kv-bytes", config.host_kv_bytes, f"one KV block of {block_size} tokens takes {per_block:.0f} B",
+            "give more memory, or use --preemption recompute",
+        )  # fmt: skip
+    limits = replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     return Setup(
         config=config, model=model, checkpoint=spec, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
         block_size=block_size, kv_bytes_per_token=per_token, reasons=reasons,

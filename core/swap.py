@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from twinfer.core.plan import Swap
+from twinfer.core.plan import HOLE, Swap
 from twinfer.core.request import HostCopy, Sequence
 
 if TYPE_CHECKING:
@@ -30,12 +30,18 @@ class HostPool:
 
     def swap_out(self, seq: Sequence, ledger: Ledger) -> bool:
         """Keep the computed tokens of `seq`, which is about to lose its table; False when there is no room."""
+        table = ledger.tables[seq.id]
         count = -(-seq.computed // ledger.block_size)
-        if not 0 < count <= len(self.free):
+        held = sum(count - first for first in table.first)
+        if not seq.computed or held > len(self.free):
             return False
-        blocks = tuple(self.free.pop() for _ in range(count))
-        self.swap_outs.append(Swap(seq.id, ledger.group, tuple(ledger.tables[seq.id].blocks[:count]), blocks))
-        seq.host = HostCopy(blocks, seq.computed)
+        copies = []
+        for group, (blocks, first) in enumerate(zip(table.groups, table.first, strict=True)):
+            fresh = tuple(self.free.pop() for _ in range(count - first))
+            if fresh:
+                self.swap_outs.append(Swap(seq.id, group, tuple(blocks[first:count]), fresh))
+            copies.append((HOLE,) * first + fresh)
+        seq.host = HostCopy(tuple(copies), seq.computed)
         seq.num_swaps += 1
         return True
 
@@ -43,7 +49,7 @@ class HostPool:
         """The host copy of `seq`, if it has one, is not wanted any more."""
         if seq.host is not None:
             self.swap_outs = [swap for swap in self.swap_outs if swap.seq != seq.id]
-            self.give_back(seq.host.blocks)
+            self.give_back(block for copies in seq.host.blocks for block in copies if block != HOLE)
             seq.host = None
 
     def give_back(self, blocks: Iterable[int]) -> None:
@@ -51,7 +57,14 @@ class HostPool:
 
     def audit(self, sequences: Iterable[Sequence]) -> list[str]:
         wrong: list[str] = []
-        owned = [(block, seq.id) for seq in sequences if seq.host is not None for block in seq.host.blocks]
+        owned = [
+            (block, seq.id)
+            for seq in sequences
+            if seq.host is not None
+            for copies in seq.host.blocks
+            for block in copies
+            if block != HOLE
+        ]
         places = sorted([*self.free, *(block for block, _ in owned)])
         if places != list(range(self.num_blocks)):
             wrong.append(f"host blocks are not each free or owned once: free {self.free}, owned {owned}")

@@ -39,6 +39,9 @@ class Workload(BaseModel):
     num_requests: None takes every row of a trace or every prompt, and 100 for synthetic requests.
     rate: mean arrivals per s (Poisson); inf sends everything at 0; None keeps a trace's own times
         and is inf elsewhere.
+    burstiness: shape of the gamma distribution that gaps between arrivals have: 1 is a Poisson process, less comes in
+        bursts, more is more even.  ramp_to: the rate goes in a straight line from `rate` to this one.
+    concurrency: so many clients, each sending its next request when its last has ended (closed loop), instead of `rate`.
     input_len, output_len: mean tokens of a synthetic prompt and of its answer; for prompts from a file
         `output_len` is the answer's length, unless the file gives one.
     lengths, spread: `fixed`; `uniform` on mean * [1 - spread, 1 + spread]; `lognormal` with the same
@@ -55,6 +58,9 @@ class Workload(BaseModel):
 
     num_requests: int | None = None
     rate: float | None = None
+    burstiness: float = 1.0
+    ramp_to: float | None = None
+    concurrency: int | None = None
     input_len: int = 512
     output_len: int = 128
     lengths: Literal["fixed", "uniform", "lognormal"] = "fixed"
@@ -89,6 +95,23 @@ class Workload(BaseModel):
         if self.rate is not None:
             ok = self.rate >= 1e-9  # less would make times beyond what a float can tell apart
             _require("--rate", self.rate, ok, "give requests per second from 1e-9, or inf for all at once")
+            _require("--rate", self.rate, self.ramp_to is None or self.rate != math.inf, "give a number to ramp from")
+        elif self.ramp_to is not None:
+            raise ConfigError("--ramp-to", self.ramp_to, "no rate to start from was given", "give --rate too")
+        if self.ramp_to is not None:
+            _require("--ramp-to", self.ramp_to, 1e-9 <= self.ramp_to < math.inf, "give requests per second from 1e-9")
+        _require("--burstiness", self.burstiness, 0.01 <= self.burstiness <= 1e6, "use a value from 0.01 to 1e6")
+        if self.burstiness != 1 and (self.rate is None or self.rate == math.inf):
+            raise ConfigError("--burstiness", self.burstiness, "without a rate there are no gaps", "give --rate too")
+        if self.concurrency is not None:
+            _within("--concurrency", self.concurrency, MAX_REQUESTS)
+            if self.rate is not None and self.rate != math.inf:
+                raise ConfigError(
+                    "--concurrency",
+                    self.concurrency,
+                    f"--rate {self.rate:g} says when to send, too",
+                    "give one of them",
+                )
         top = 1.0 if self.lengths == "uniform" else 3.0
         _require("--spread", self.spread, 0 <= self.spread <= top, f"use a value from 0 to {top:g}")
         if self.spread and self.lengths == "fixed":
@@ -172,7 +195,7 @@ class WorkloadSource(Protocol):
         ...
 
     def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
-        """`num` Poisson arrival times in s, used where drafts have none or `rate` was given."""
+        """`num` arrival times in s by the workload's rate, used where drafts have none or `rate` was given."""
         ...
 
 

@@ -18,6 +18,7 @@ import simpy
 from twinfer.core.core import Core
 from twinfer.core.events import Event, Output, StepDone, Submit
 from twinfer.core.executor import Executor
+from twinfer.core.feeder import Feeder
 from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop, note_event, note_outputs, sample_ids
 from twinfer.core.plan import StepPlan
 from twinfer.core.recorder import Recorder
@@ -62,12 +63,28 @@ class SimInbox:
         return self._bell
 
 
-def arrivals(env: simpy.Environment, inbox: SimInbox, requests: Sequence[Request]) -> Generator[simpy.Event, Any, None]:
-    """Submit `requests` (sorted by arrival) at their times, then close the inbox."""
-    for request in requests:
-        if request.arrival > env.now:
-            yield env.timeout(request.arrival - env.now)
-        inbox.put(Submit(request))
+def arrivals(
+    env: simpy.Environment,
+    inbox: SimInbox,
+    requests: Sequence[Request] | Feeder,
+    freed: Callable[[], simpy.Event] | None = None,
+) -> Generator[simpy.Event, Any, None]:
+    """Submit requests when they are due, then close the inbox.
+
+    freed: an event that fires when a client of a closed loop may send again (`Feeder.note`).
+    """
+    feeder = requests if isinstance(requests, Feeder) else Feeder(requests)
+    while True:
+        for request in feeder.due(env.now):
+            inbox.put(Submit(request))
+        if feeder.exhausted:
+            break
+        when = feeder.next_time()
+        if when is None:
+            assert freed is not None, "a closed loop needs to hear what has ended"
+            yield freed()
+        else:
+            yield env.timeout(when - env.now)
     inbox.close()
 
 

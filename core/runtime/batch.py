@@ -61,7 +61,7 @@ class PackedBatch:
 
 def num_logits(need: Need, length: int, draft: int) -> int:
     """Positions of a row that go through the LM head; always its last ones."""
-    return {Need.NONE: 0, Need.LAST: 1, Need.DRAFTS: draft + 1, Need.ALL: length}[need]
+    return {Need.NONE: 0, Need.LAST: 1, Need.BEAM: 1, Need.DRAFTS: draft + 1, Need.ALL: length}[need]
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device | str = "cpu") -> PackedBatch:

@@ -1,6 +1,6 @@
 """Runs plans on torch: one forward pass per step, whatever the mix of rows.
 
-Order within a step: forget, clear the tables of preempted sequences, grants, copies, rows.
+Order within a step: forget, forks, swap-outs, clear the tables of preempted sequences, grants, copies, swap-ins, rows.
 
 Invariants
 * Results are in row order, one per row; a row that cannot be computed says why in `RowResult.failure`.
@@ -22,7 +22,8 @@ from twinfer.core.plan import FromStep, Need, Row, RowResult, StepPlan, StepResu
 from twinfer.core.request import Request
 from twinfer.core.runtime.attention_torch import TorchAttention
 from twinfer.core.runtime.batch import PackedRow, num_logits, pack
-from twinfer.core.runtime.families import DecoderModel
+from twinfer.core.runtime.families import DecoderModel, Mark
+from twinfer.core.runtime.host_storage import HostStorage
 from twinfer.core.runtime.kv_storage import KVStorage, Table
 from twinfer.core.runtime.profile import Profile, silent
 from twinfer.core.runtime.replay import Forward
@@ -48,6 +49,11 @@ class _State:
             at = start + skip - self.prompt_len
             self.output[at : at + len(tokens) - skip] = tokens[skip:]
 
+    def fork(self, parent: _State) -> None:
+        """Become a copy of `parent`: the same tokens so far in the same blocks."""
+        self.output = list(parent.output)
+        self.table.become(parent.table)
+
     def sampled(self, step: int, position: int, tokens: Sequence[int]) -> None:
         del self.output[position - self.prompt_len :]
         self.output.extend(tokens)
@@ -66,10 +72,12 @@ class TorchExecutor:
         block_size: int,
         sampler: Samples | None = None,
         profile: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         spec = model.spec
         self.model, self.attention, self.profile = model, attention, profile
         self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device, model.parallel.size)
+        self.host = HostStorage(self.kv, num_host_blocks)
         self.sampler: Samples = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
         self.forward = Forward(model, attention, self.kv)
         self._states: dict[str, _State] = {}
@@ -85,24 +93,28 @@ class TorchExecutor:
         begin = time.perf_counter()
         profile = Profile(self.model.device) if self.profile else None
         with torch.inference_mode():
-            self._update_tables(plan)
-            if profile is not None:
-                profile.mark("kv_copy" if plan.copies else "host")
+            self._update_tables(plan, profile.mark if profile is not None else silent)
             results = self._rows(plan, profile)
         seconds = time.perf_counter() - begin
         return StepResult(tuple(results), seconds, ops=profile.ops(seconds) if profile is not None else {})
 
     def close(self) -> None:
         self._states.clear()
-        for name in ("kv", "forward"):
+        for name in ("kv", "host", "forward"):
             self.__dict__.pop(name, None)
         self.__dict__.pop("model", None)
 
     # --- block tables -----------------------------------------------------------------------------
 
-    def _update_tables(self, plan: StepPlan) -> None:
+    def _update_tables(self, plan: StepPlan, mark: Mark) -> None:
         for seq in plan.forget:
             self._states.pop(seq, None)
+        for fork in plan.forks:
+            self._states[fork.seq].fork(self._states[fork.parent])
+        if plan.swap_outs:
+            mark("host")
+            self.host.swap_out(plan.swap_outs)
+            mark("kv_swap")
         for seq in plan.preempted:
             if seq in self._states:
                 self._states[seq].table.clear()
@@ -113,6 +125,10 @@ class TorchExecutor:
         self.kv.copy_blocks(plan.copies)
         for copy in plan.copies:
             self._states[copy.seq].table.replace(copy.slot, copy.target)
+        mark("kv_copy" if plan.copies else "host")
+        if plan.swap_ins:
+            self.host.swap_in(plan.swap_ins)
+            mark("kv_swap")
 
     # --- rows -------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ Invariants
 * A source answers with Hugging Face names and layouts, as every `WeightSource`.
 * Architecture `llama` stores the rows of q and k interleaved (pairs of one rotation side by side); they are put back
   into halves here. The other architectures keep the halves.
+* Experts lie in one tensor per projection and layer; each is answered by itself. The up-projection of latents may lie
+  in two, that of keys transposed.
 * Gemma stores every norm as 1 + w; the 1 is taken off again, so that w means the same as in a Hugging Face file.
 * A file that is damaged, cut short or of a block type that cannot be dequantized is a `ModelError`.
 """
@@ -11,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,18 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
 }
+_EXPERTS = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -49,6 +62,10 @@ _GEMMA = {
 }
 _PHI3 = {"ffn_up": "mlp.gate_up_proj"}
 _BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)$")
+_EXPERT_STACK = re.compile(r"blk\.(\d+)\.(ffn_[a-z]+)_exps\.weight$")
+_ONE_EXPERT = re.compile(r"blk\.(\d+)\.(ffn_[a-z]+)\.(\d+)\.weight$")  # of files from before April 2024
+_SCORE_BIAS = re.compile(r"blk\.(\d+)\.exp_probs_b(\.bias)?$")
+_UP_PROJECTION = re.compile(r"blk\.(\d+)\.attn_([kv])_b\.weight$")
 _CHUNK = 32768  # values per row handed to the dequantizer, which works on 16 rows at a time
 
 
@@ -61,7 +78,18 @@ class GGUFWeights:
         self.architecture = str(header.metadata.get("general.architecture", ""))
         self._heads = self._count(header.metadata, "head_count", None)
         self._kv_heads = self._count(header.metadata, "head_count_kv", self._heads)
-        self._tensors = {self._name(info.name): info for info in header.tensors.values()}
+        self._tensors: dict[str, TensorInfo] = {}
+        ups: dict[str, dict[str, TensorInfo]] = {}
+        for info in header.tensors.values():
+            if match := _UP_PROJECTION.match(info.name):
+                ups.setdefault(f"model.layers.{match[1]}.self_attn.kv_b_proj.weight", {})[match[2]] = info
+            else:
+                self._tensors.update(self._named(info))
+        # some files hold the same both ways
+        self._ups = {name: parts for name, parts in ups.items() if name not in self._tensors and len(parts) == 2}
+        for name, parts in self._ups.items():
+            (heads, rank, nope), (_, width, _) = parts["k"].shape, parts["v"].shape
+            self._tensors[name] = TensorInfo(name, (heads * (nope + width), rank), "F32", 0, 0)
         self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
 
     def _count(self, metadata: Any, key: str, default: int | None) -> int:
@@ -73,9 +101,23 @@ class GGUFWeights:
             raise ModelError(f"{self.path}: GGUF header has {full}={value!r}, which should be one positive count")
         return value
 
+    def _named(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """Names under which a stored tensor is known here, each with where it lies: a stack of experts has many."""
+        if (match := _EXPERT_STACK.match(info.name)) and match[2] in _EXPERTS and len(info.shape) == 3:
+            size = info.nbytes // info.shape[0]
+            for e in range(info.shape[0]):
+                name = f"model.layers.{match[1]}.mlp.experts.{e}.{_EXPERTS[match[2]]}.weight"
+                yield name, TensorInfo(info.name, info.shape[1:], info.type, size, info.offset + e * size)
+        else:
+            yield self._name(info.name), info
+
     def _name(self, stored: str) -> str:
         if stored in _TOP:
             return _TOP[stored]
+        if (match := _ONE_EXPERT.match(stored)) and match[2] in _EXPERTS:
+            return f"model.layers.{match[1]}.mlp.experts.{match[3]}.{_EXPERTS[match[2]]}.weight"
+        if match := _SCORE_BIAS.match(stored):
+            return f"model.layers.{match[1]}.mlp.gate.e_score_correction_bias"
         match = _BLOCK.match(stored)
         if match is None:
             return stored
@@ -91,6 +133,9 @@ class GGUFWeights:
         return self._tensors[name].shape
 
     def get(self, name: str) -> Tensor:
+        if name in self._ups:
+            k, v = (self._dequantized(self._ups[name][part]) for part in "kv")
+            return torch.cat((k.transpose(1, 2), v), dim=1).flatten(0, 1)
         tensor = self._rows_in_order(name, self._dequantized(self._tensors[name]))
         if self.architecture.startswith("gemma") and name.endswith("norm.weight"):
             return tensor - 1.0

@@ -44,6 +44,11 @@ class Table:
         self.slots: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.run = 0
 
+    def become(self, other: Table) -> None:
+        """Hold the blocks of `other`."""
+        self.clear()
+        self.append(other.blocks)
+
     def append(self, blocks: Sequence[int]) -> None:
         new = np.asarray(blocks, dtype=np.int64)
         self.slots = np.concatenate((self.slots, self._slots_of(new)))
@@ -101,6 +106,11 @@ class KVStorage:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._all)
+
+    @property
+    def block_tensors(self) -> list[Tensor]:
+        """All KV memory: tensors with blocks as their second dimension."""
+        return self._all
 
     def new_table(self) -> Table:
         return Table(self.block_size)

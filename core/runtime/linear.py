@@ -69,12 +69,11 @@ def fused(parts: Sequence[Any]) -> Any:
 
 
 class TokenTable:
-    """Embedding and, when tied, the LM head of one `[vocab, hidden]` table, cut by vocabulary over the ranks."""
+    """Embedding and, when tied, the LM head of one `[vocab, hidden]` table; `weight` is this rank's rows of it."""
 
     __slots__ = ("_rows", "first", "head", "num_rows", "parallel", "weight")
 
     def __init__(self, weight: Weight, tied: bool, parallel: Parallel = ALONE, linear: LinearFactory = dense) -> None:
-        weight = parallel.cut_vocab(weight)
         self.num_rows = weight.shape[0]
         self.parallel, self.first = parallel, parallel.rank * self.num_rows
         self.head = linear("lm_head", weight, None) if tied else None

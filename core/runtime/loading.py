@@ -32,6 +32,7 @@ from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel, load_model
 from twinfer.core.runtime.linear import LinearFactory
 from twinfer.core.runtime.parallel import ALONE, Parallel
+from twinfer.core.runtime.rope import is_long
 from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.stop_strings import StoppingExecutor
 from twinfer.core.runtime.tensor_parallel import Ranks, refuse_indivisible
@@ -76,6 +77,12 @@ class Engine:
             raise ConfigError(
                 "--tp", setup.config.tp, "differs from the loaded engine's", f"use {self.setup.config.tp}"
             )
+        if is_long(_served(setup)) != is_long(_served(self.setup)):
+            raise ConfigError(
+                "--max-model-len", setup.limits.max_model_len,
+                f"the model turns positions otherwise there than within the {self.setup.limits.max_model_len} tokens "
+                "it was loaded for (longrope)", "load another engine",
+            )  # fmt: skip
         if differs(setup.model, self.setup.model) or setup.model.kv_shape() != self.setup.model.kv_shape():
             raise ConfigError(
                 "--attention", str(setup.config.attention or setup.model.variant),
@@ -149,10 +156,15 @@ def load_share(
 ) -> DecoderModel:  # fmt: skip
     """The weights of one rank as a runnable model, multiplied by `linear` (as the setup says unless given)."""
     return load_model(
-        setup.model, weights, registry, device, DTYPES[setup.model.dtype],
+        _served(setup), weights, registry, device, DTYPES[setup.model.dtype],
         linear or linears_of(setup, registry, device), parallel=parallel,
         checkpoint=setup.checkpoint, attention=_attention(setup, registry),
     )  # fmt: skip
+
+
+def _served(setup: Setup) -> ModelSpec:
+    """The model with the context that is served: longrope chooses its factors by it."""
+    return replace(setup.model, max_context=setup.limits.max_model_len)
 
 
 def _setup(
@@ -221,7 +233,7 @@ def torch_executor(
     # Profiling waits for the device after every op; only a CPU has nothing to wait for.
     return TorchExecutor(
         model, attention.build(model.parallel.local(setup.model)), setup.limits.num_blocks, setup.block_size, sampler,
-        profile=model.device.type == "cpu",
+        profile=model.device.type == "cpu", num_host_blocks=setup.limits.num_host_blocks,
     )  # fmt: skip
 
 

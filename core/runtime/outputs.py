@@ -26,6 +26,7 @@ class CompletionOutput:
 
     finish_reason: stop | length | abort | capacity | error.  stop_reason: the stop string or the id that ended
     it.  detail: what to change, for the last two reasons.  logprobs: one table a token, when they were asked for.
+    cumulative_logprob: of all tokens, for beam search (samples are then its hypotheses, best first).
     """
 
     index: int
@@ -37,6 +38,7 @@ class CompletionOutput:
     detail: str = ""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class Collector:
                     detail=end.detail if end.reason in ("capacity", "error") else "",
                     num_cached_tokens=end.num_cached_tokens,
                     num_preemptions=end.num_preemptions,
+                    cumulative_logprob=end.cumulative_logprob,
                 )
             )
         return RequestOutput(self.request.id, self.prompt, tuple(self.request.prompt), tuple(outputs))

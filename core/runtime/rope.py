@@ -130,8 +130,9 @@ def rope_kind(scaling: Mapping[str, Any] | None) -> str:
 
 
 def is_long(spec: ModelSpec) -> bool:
-    """Whether longrope's factors for long sequences serve the context of `spec`."""
-    return spec.max_context > int((spec.rope_scaling or {})["original_max_position_embeddings"])
+    """Whether longrope's factors for long sequences serve the context of `spec`; never with another scaling."""
+    scaling = spec.rope_scaling or {}
+    return rope_kind(scaling) == "longrope" and spec.max_context > int(scaling["original_max_position_embeddings"])
 
 
 def rope_scale(scaling: Mapping[str, Any]) -> float:

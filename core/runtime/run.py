@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.errors import EngineError
 from twinfer.core.events import Event, Finished, Output, Rejected, Submit, TokenDelta
+from twinfer.core.feeder import Feeder
 from twinfer.core.loop import LocalInbox, drive
 from twinfer.core.params import SamplingParams
 from twinfer.core.recorder import Recorder
@@ -116,13 +116,15 @@ def serve(
         "engine", setup.config.model_dump(mode="json"), workload.plain(), setup.kv_bytes_per_token,
         environment=engine.environment() | {"seed": setup.config.seed}, reasons=setup.reasons, start=start,
     )  # fmt: skip
-    inbox = _Arrivals([replace(r, arrival=start + r.arrival) for r in requests], clock, should_stop)
+    feeder = Feeder(requests, workload.concurrency, start)
+    inbox = _Arrivals(feeder, clock, should_stop)
     total, done, tokens, told = len(requests), 0, 0, 0.0
     open_samples = {r.id: r.params.num_samples for r in requests}
     answers: dict[str, list[int]] = {r.id: [] for r in requests}  # of the first sample
 
     def emit(outputs: Sequence[Output], now: float) -> None:
         nonlocal done, tokens, told
+        feeder.note(outputs, now)
         for output in outputs:
             if isinstance(output, TokenDelta):
                 tokens += len(output.tokens)
@@ -164,25 +166,21 @@ class _Stopped(Exception):
 class _Arrivals:
     """Inbox of requests that come at their times; closed after the last."""
 
-    def __init__(self, requests: Sequence[Request], clock: Callable[[], float], should_stop: ShouldStop | None) -> None:
-        self._requests = list(reversed(requests))
+    def __init__(self, feeder: Feeder, clock: Callable[[], float], should_stop: ShouldStop | None) -> None:
+        self._feeder = feeder
         self._clock = clock
         self._should_stop = should_stop
 
     def drain(self) -> list[Event] | None:
         self._ask()
-        if not self._requests:
-            return None
-        now = self._clock()
-        arrived: list[Event] = []
-        while self._requests and self._requests[-1].arrival <= now:
-            arrived.append(Submit(self._requests.pop()))
-        return arrived
+        arrived: list[Event] = [Submit(request) for request in self._feeder.due(self._clock())]
+        return None if not arrived and self._feeder.exhausted else arrived
 
     def wait(self, seconds: float | None) -> None:
         """Sleep until the next arrival, at most for `seconds`."""
         now = self._clock()
-        ends = [r.arrival for r in self._requests[-1:]] + ([now + seconds] if seconds is not None else [])
+        due = self._feeder.next_time()
+        ends = ([due] if due is not None else []) + ([now + seconds] if seconds is not None else [])
         end = min(ends, default=now)  # nothing more will come: `drain` says so
         while (left := end - self._clock()) > 0:
             self._ask()

@@ -8,6 +8,7 @@ Invariants
   64-bit integers, so sums are exact and no batch shape, thread count or neighbour can move a draw.
 * Ties are broken towards the smaller id everywhere: argmax, the edge of top_k and of top_p.
 * The draw is the inverse CDF, in id order, of one 53-bit uniform number made from (seed, position) (`core/seeds.py`).
+* A row of a beam search yields its likeliest tokens instead of one (`RowResult.candidates`).
 * `RowResult.logprobs` are of the raw logits: before penalties, temperature and filters.
 * Logits that hold no finite maximum make a failure of their own row and of no other.
 """
@@ -21,8 +22,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from twinfer.core.beam import num_candidates
 from twinfer.core.params import SamplingParams
-from twinfer.core.plan import RowResult
+from twinfer.core.plan import Candidates, RowResult
 from twinfer.core.request import Request
 from twinfer.core.seeds import draw
 
@@ -91,7 +93,27 @@ class Sampler:
             n = entry.num_drafts + 1
             results.append(_accept(entry, tokens[at : at + n], logprobs[at : at + n], finite[at : at + n]))
             at += n
+        searching = [i for i, entry in enumerate(entries) if entry.request.params.beam_width > 1]
+        if searching:
+            self._candidates(logits, entries, searching, results)
         return results
+
+    def _candidates(
+        self, logits: torch.Tensor, entries: Sequence[SampleEntry], searching: Sequence[int], results: list[RowResult]
+    ) -> None:
+        """Put the likeliest tokens instead of the one token into the results of beam searches."""
+        starts, at = [], 0
+        for entry in entries:
+            starts.append(at)
+            at += entry.num_drafts + 1
+        pick = torch.tensor([starts[i] for i in searching], device=logits.device)
+        logp = torch.log_softmax(logits[pick].float(), dim=-1)
+        counts = [min(num_candidates(entries[i].request), self.vocab_size) for i in searching]
+        values, ids = logp.topk(max(counts), dim=-1)
+        for place, (i, count) in enumerate(zip(searching, counts, strict=True)):
+            if results[i].failure is None:
+                best = _by_id(logp[place], values[place, :count], ids[place, :count])
+                results[i] = RowResult(candidates=best)
 
     def _tokens(self, logits: torch.Tensor, rows: Sequence[_Position]) -> tuple[list[int], list[bool]]:
         if all(row.plain_greedy for row in rows):
@@ -186,6 +208,16 @@ def _accept(
         tokens=tuple(tokens[: kept + 1]),
         logprobs=tuple(lp for lp in logprobs[: kept + 1] if lp is not None),
     )
+
+
+def _by_id(logp: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Candidates:
+    """The largest `logp` [vocab] with their ids, ties to the smaller id; `values` and `ids` break them somehow."""
+    edge = values[-1]
+    above = int((values > edge).sum())
+    equal = (logp == edge).nonzero()[: len(values) - above, 0]
+    found = [*zip(ids[:above].tolist(), values[:above].tolist(), strict=True)]
+    found += [(i, float(edge)) for i in equal.tolist()]
+    return tuple(sorted(found, key=lambda c: (-c[1], c[0])))
 
 
 def _penalise(x: torch.Tensor, row: _Position) -> None:

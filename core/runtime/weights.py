@@ -26,6 +26,10 @@ Packed = Mapping[str, Mapping[str, int]]
 LISTED = 6  # names shown in an error before "and N more"
 
 
+Cut = Callable[[Any], Any]
+"""A tensor, or blocks of one, to what a rank takes of it."""
+
+
 class WeightSource(Protocol):
     """Tensors of one checkpoint by name."""
 
@@ -230,7 +234,10 @@ def check_tensors(
 
 
 class Loader:
-    """Fetches tensors of a source in the dtype and on the device of the model."""
+    """Fetches tensors of a source in the dtype and on the device of the model.
+
+    cut: what a rank takes of a tensor; it is taken first, so that of a mapped file no more is read or converted.
+    """
 
     def __init__(
         self, source: WeightSource, dtype: torch.dtype, device: torch.device | str, blocks: bool = False
@@ -242,16 +249,19 @@ class Loader:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def __call__(self, name: str) -> Tensor:
-        return self.source.get(name).to(device=self.device, dtype=self.dtype)
+    def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
+        tensor = self.source.get(name)
+        return (tensor if cut is None else cut(tensor)).to(device=self.device, dtype=self.dtype)
 
-    def optional(self, name: str) -> Tensor | None:
-        return self(name) if name in self._names else None
+    def optional(self, name: str, cut: Cut | None = None) -> Tensor | None:
+        return self(name, cut) if name in self._names else None
 
-    def projection(self, name: str) -> Tensor | StoredBlocks:
+    def projection(self, name: str, cut: Cut | None = None) -> Tensor | StoredBlocks:
         """A weight `[out, in]` for a linear: in the blocks of the file where `blocks` asked for them."""
         found = None if self._blocks is None else self._blocks(name)
-        return self(name) if found is None else found
+        if found is None:
+            return self(name, cut)
+        return found if cut is None else cut(found)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ The blocks are `core/runtime/families/latent_attention.py` and `core/runtime/fam
 
 from __future__ import annotations
 
+from twinfer.core.spec import ModelSpec
 from twinfer.plugins.model_family.llama import LlamaFamily
 
 
@@ -20,3 +21,9 @@ class DeepSeekV3Family(LlamaFamily):
     summary = "DeepSeek-V3 and R1 decoders: latent attention (MLA), sigmoid routing balanced by a bias per expert"
     reference = "DeepSeek-AI 2024, arXiv:2412.19437"
     families = ("deepseek_v3",)
+
+    @classmethod
+    def unused_tensor(cls, model: ModelSpec, name: str) -> bool:
+        """Layers past the last predict further tokens; they are for speculation and training."""
+        extra = int(model.extra.get("num_nextn_predict_layers", 0))
+        return any(name.startswith(f"model.layers.{model.num_layers + i}.") for i in range(extra))

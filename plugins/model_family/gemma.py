@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs, Technique
@@ -19,7 +19,7 @@ class GemmaFamily(Technique):
     name = "gemma"
     summary = "Gemma 2 and 3 text decoders (norms around each block, alternating windows, soft caps or q/k norms)"
     reference = "Gemma Team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786"
-    families = ("gemma2", "gemma3_text")
+    families: ClassVar[tuple[str, ...]] = ("gemma2", "gemma3_text")
 
     @classmethod
     def serves(cls, model: ModelSpec) -> bool:

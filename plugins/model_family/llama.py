@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs, Technique
@@ -20,7 +20,7 @@ class LlamaFamily(Technique):
     name = "llama"
     summary = "Llama, Mistral, Qwen2, dense Qwen3 and Phi-3 decoders (RMSNorm, rotary positions, gated MLP)"
     reference = "Touvron et al. 2023, arXiv:2302.13971"
-    families = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+    families: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
     @classmethod
     def serves(cls, model: ModelSpec) -> bool:

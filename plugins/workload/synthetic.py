@@ -22,23 +22,53 @@ _STRIDE = 7919  # a prime: start tokens of neighbours lie far apart and do not r
 
 
 class PoissonArrivals(Technique):
-    """Base of sources: arrivals as a Poisson process of `workload.rate`."""
+    """Base of sources: gaps from a gamma distribution of mean 1 / rate (a Poisson process at burstiness 1)."""
 
     ignores: tuple[str, ...] = ()
 
     def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
+        """`num` times in s, the first 0; with `ramp_to` the rate changes in a straight line over the requests' time."""
         assert workload.rate is not None
         rng = random.Random(f"arrivals/{workload.seed}")
-        times, now = [], 0.0
+        times, passed = [], 0.0  # `passed`: expected arrivals so far
         for _ in range(num):
-            times.append(now)
-            now -= math.log1p(-rng.random()) / workload.rate
+            times.append(_when(passed, num, workload.rate, workload.ramp_to))
+            passed += _gamma(rng, workload.burstiness)
         return times
+
+
+def _when(passed: float, num: int, rate: float, ramp_to: float | None) -> float:
+    """Time at which `passed` arrivals are expected, of `num` in all while the rate goes from `rate` to `ramp_to`."""
+    if ramp_to is None or ramp_to == rate:
+        return passed / rate
+    slope = (ramp_to - rate) * (ramp_to + rate) / (2 * num)  # the ramp lasts 2 num / (rate + ramp_to) seconds
+    root = rate * rate + 2 * slope * passed
+    if passed >= num:  # behind the ramp its last rate holds
+        return 2 * num / (rate + ramp_to) + (passed - num) / ramp_to
+    return (math.sqrt(root) - rate) / slope
+
+
+def _gamma(rng: random.Random, shape: float) -> float:
+    """A gamma variate of mean 1 (Marsaglia and Tsang 2000); exponential at shape 1."""
+    if shape == 1:
+        return -math.log1p(-rng.random())
+    boost = 1.0
+    k = shape
+    if k < 1:
+        boost = (1 - rng.random()) ** (1 / k)
+        k += 1
+    d = k - 1 / 3
+    c = 1 / math.sqrt(9 * d)
+    while True:
+        x = math.sqrt(-2 * math.log1p(-rng.random())) * math.cos(2 * math.pi * rng.random())
+        v = (1 + c * x) ** 3
+        if v > 0 and math.log1p(-rng.random()) < 0.5 * x * x + d - d * v + d * math.log(v):
+            return boost * d * v / shape
 
 
 class Synthetic(PoissonArrivals):
     name = "synthetic"
-    summary = "prompts and answers of chosen lengths (fixed, uniform, lognormal), Poisson arrivals"
+    summary = "prompts and answers of chosen lengths (fixed, uniform, lognormal), Poisson, bursty or ramped arrivals, or a closed loop"
     ignores = ("trace", "prompts")
 
     @classmethod

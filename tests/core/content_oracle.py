@@ -1,11 +1,12 @@
 """The strongest test of the core: KV memory whose content is known, and a model that reads it.
 
 `MemoryModel` is an executor. Its KV memory is a list of slots per block; a slot holds (position, token,
-digest), where the digest chains over everything that was readable before it when it was written. Block
+digest, cache group), where the digest chains over everything that was readable before it when it was written. Block
 tables are its own, changed only by what plans say, in the order plans promise. A sampled token is a pure
 function of the digest at the last position, so
 
-* a row that reads a wrong, stale, unwritten or half-written slot is caught when it reads it, and
+* a row that reads a wrong, stale, unwritten or half-written slot is caught when it reads it: in each cache group
+  everything inside the group's window and nothing outside it, where memory may be anybody's, and
 * what a request outputs cannot depend on batching, chunking, preemption, prefix hits, forks, drafts or
   depth: `reference` computes it alone, without any core.
 
@@ -35,7 +36,7 @@ from twinfer.core.events import (
     TransferDone,
     TransferFailed,
 )
-from twinfer.core.plan import Copy, FromStep, Move, Need, Row, RowResult, StepPlan, StepResult, Swap
+from twinfer.core.plan import HOLE, Copy, FromStep, Move, Need, Row, RowResult, StepPlan, StepResult, Swap
 from twinfer.core.policy import Defer, KVCache, Limits, Scheduler, Shortage, View, Want
 from twinfer.core.request import Request, Sequence
 from twinfer.core.seeds import sequence_seed
@@ -43,6 +44,7 @@ from twinfer.core.seeds import sequence_seed
 VOCABULARY = 11
 STOP_STRING_TOKEN = 9  # in this model's text, the token that completes every stop string
 _MASK = (1 << 64) - 1
+Windows = tuple[int | None, ...]
 
 
 class Violation(AssertionError):
@@ -53,6 +55,21 @@ class Slot(NamedTuple):
     position: int
     token: int
     digest: int
+    group: int = 0
+
+
+def entries(window: int | None, start: int, stop: int, block_size: int) -> range:
+    """Table entries that queries at positions `start` to `stop` (exclusive) read or write, by definition."""
+    first = 0 if window is None else max(0, start - window + 1)
+    return range(first // block_size, (stop - 1) // block_size + 1)
+
+
+def most_tokens(windows: Windows, num_blocks: int, block_size: int, enough: int) -> int:
+    """Tokens that one sequence alone can have in KV, fed one by one; counted no further than `enough`."""
+    for position in range(enough):
+        if sum(len(entries(window, position, position + 1, block_size)) for window in windows) > num_blocks:
+            return position
+    return enough
 
 
 def extend(digest: int, token: int) -> int:
@@ -152,7 +169,7 @@ def stop_ids(request: Request) -> set[int]:
 def reference(request: Request, index: int, limits: Limits, slots: int | None = None) -> tuple[list[int], str, str]:
     """(tokens, reason, detail) of sample `index` run alone, by definition and without a core.
 
-    slots: token slots of the whole pool; the sequence ends with `capacity` when it does not fit (detail "").
+    slots: tokens that the whole pool can hold of it; the sequence ends with `capacity` when it does not fit (detail "").
     """
     params, seed, digest = request.params, sampling_seed(request, index), digest_of(request.prompt)
     length = len(request.prompt)
@@ -191,12 +208,21 @@ class Known:
 class MemoryModel:
     """An executor over simulated KV memory. `max_drafts` > 0 proposes that many partly right drafts."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_drafts: int = 0, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_drafts: int = 0,
+        num_host_blocks: int = 0,
+        windows: Windows = (None,),
+    ) -> None:
+        self.windows = windows
         self.block_size = block_size
         self.max_drafts = max_drafts
         self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Slot | None]] = [[None] * block_size for _ in range(num_host_blocks)]
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}  # per cache group
+        self.starts: dict[str, int] = {}  # no later row of the sequence starts before this position
         self.known: dict[str, Known] = {}
         self.moves: dict[str, Move] = {}
         self.sampled: dict[FromStep, int] = {}
@@ -230,13 +256,25 @@ class MemoryModel:
         """A transfer ends: what a load brought is there now; what a send read must still have been there."""
         move = self.moves.pop(seq)
         known = self.known[seq]
-        for position in range(move.num_tokens):
-            block, offset = move.blocks[position // self.block_size], position % self.block_size
-            right = Slot(position, known.tokens[position], known.digests[position])
-            if move.kind == "load":
-                self.slots[block][offset] = right if ok else None
-            elif self.slots[block][offset] != right:
-                raise Violation(f"send of {seq}: position {position} holds {self.slots[block][offset]}, not {right}")
+        for group, blocks in enumerate(self._by_group(move)):
+            needed = entries(self.windows[group], move.num_tokens, move.num_tokens + 1, self.block_size)
+            for position in range(move.num_tokens):
+                index, offset = divmod(position, self.block_size)
+                if blocks[index] == HOLE:
+                    if index in needed:
+                        raise Violation(f"{move}: the next token reads block {index} of group {group}")
+                    continue
+                right = Slot(position, known.tokens[position], known.digests[position], group)
+                if move.kind == "load":
+                    self.slots[blocks[index]][offset] = right if ok else None
+                elif (found := self.slots[blocks[index]][offset]) != right:
+                    raise Violation(f"send of {seq}: position {position} holds {found}, not {right}")
+
+    def _by_group(self, move: Move) -> list[tuple[int, ...]]:
+        each, rest = divmod(len(move.blocks), len(self.windows))
+        if rest:
+            raise Violation(f"{move}: not equally many blocks for each group")
+        return [move.blocks[group * each : (group + 1) * each] for group in range(len(self.windows))]
 
     # --- tables ---------------------------------------------------------------------------------
 
@@ -247,6 +285,7 @@ class MemoryModel:
                 raise Violation(f"step {plan.step} forgets {seq}, which was never admitted")
             self.tables.pop(seq, None)
             self.sampled = {ref: token for ref, token in self.sampled.items() if ref.seq != seq}
+            self.starts.pop(seq, None)
         for fork in plan.forks:
             known, parent = self.known[fork.seq], self.known[fork.parent]
             if known.request is not parent.request:
@@ -254,24 +293,27 @@ class MemoryModel:
             known.tokens, known.digests = list(parent.tokens), list(parent.digests)
             self.tables.pop(fork.seq, None)
             if fork.parent in self.tables:
-                self.tables[fork.seq] = list(self.tables[fork.parent])
+                self.tables[fork.seq] = [list(table) for table in self.tables[fork.parent]]
+            self.starts[fork.seq] = self.starts.get(fork.parent, 0)
             self.forks_made += 1
         self._check_host(plan.swap_outs)
         for swap in plan.swap_outs:
-            if swap.seq not in plan.preempted or self.tables[swap.seq][: len(swap.blocks)] != list(swap.blocks):
-                raise Violation(f"{swap}: the table is {self.tables.get(swap.seq)}")
+            table = self.tables.get(swap.seq, [[] for _ in self.windows])[swap.group]
+            if swap.seq not in plan.preempted or not swap.blocks or not set(swap.blocks) <= set(table):
+                raise Violation(f"{swap}: the table is {table}")
             for block, host in zip(swap.blocks, swap.host_blocks, strict=True):
                 self.host[host] = list(self.slots[block])
         for seq in plan.preempted:
             if seq not in self.known:
                 raise Violation(f"step {plan.step} preempts {seq}, which is not known")
             self.tables.pop(seq, None)
+            self.starts.pop(seq, None)
         fresh: list[tuple[str, int]] = []
         for grant in plan.grants:
             if grant.seq not in self.known:
                 raise Violation(f"step {plan.step} grants blocks to {grant.seq}, which is not known")
-            self.tables.setdefault(grant.seq, []).extend(grant.blocks)
-            fresh += [(grant.seq, block) for block in grant.blocks[grant.shared :]]
+            self.tables.setdefault(grant.seq, [[] for _ in self.windows])[grant.group].extend(grant.blocks)
+            fresh += [(grant.seq, block) for block in grant.blocks[grant.shared :] if block != HOLE]
         for copy in plan.copies:
             self._copy(copy)
         for seq, block in fresh:
@@ -292,7 +334,7 @@ class MemoryModel:
             raise Violation(f"a host block is named twice: {swaps}")
 
     def _copy(self, copy: Copy) -> None:
-        table = self.tables[copy.seq]
+        table = self.tables[copy.seq][copy.group]
         if table[copy.slot] != copy.source:
             raise Violation(f"{copy}: the table holds {table[copy.slot]} at {copy.slot}")
         self._require_no_move(copy.seq, copy.source, "load")
@@ -302,10 +344,18 @@ class MemoryModel:
         self.copies_made += 1
 
     def _require_sole_owner(self, seq: str, block: int, what: str) -> None:
-        for other, table in self.tables.items():
-            if table.count(block) > (other == seq):
+        for other in self.tables:
+            if self._live(other).count(block) > (other == seq):
                 raise Violation(f"block {block} {what} for {seq} while it stands in the table of {other}")
         self._require_no_move(seq, block, None)
+
+    def _live(self, seq: str) -> list[int]:
+        """Blocks in the tables of `seq` that a later row of it may read or write."""
+        start = self.starts.get(seq, 0)
+        found = []
+        for window, table in zip(self.windows, self.tables[seq], strict=True):
+            found += table[entries(window, start, start + 1, self.block_size).start :] if start else table
+        return [block for block in found if block != HOLE]
 
     def _require_no_move(self, seq: str, block: int, kind: str | None) -> None:
         for move in self.moves.values():
@@ -317,13 +367,15 @@ class MemoryModel:
     def _start_move(self, move: Move) -> None:
         if move.seq in self.moves:
             raise Violation(f"{move}: another transfer of this sequence is in progress")
-        if move.num_tokens > len(move.blocks) * self.block_size or move.num_tokens < 1:
-            raise Violation(f"{move}: {move.num_tokens} tokens in {len(move.blocks)} blocks")
-        if self.tables[move.seq][: len(move.blocks)] != list(move.blocks):
-            raise Violation(f"{move}: the table is {self.tables[move.seq]}")
+        for blocks, table in zip(self._by_group(move), self.tables[move.seq], strict=True):
+            if move.num_tokens > len(blocks) * self.block_size or move.num_tokens < 1:
+                raise Violation(f"{move}: {move.num_tokens} tokens in {len(blocks)} blocks")
+            if len(blocks) != len(table) or any(b not in (HOLE, t) for b, t in zip(blocks, table, strict=True)):
+                raise Violation(f"{move}: the table is {table}")
         if move.kind == "load":
             for block in move.blocks:
-                self._require_sole_owner(move.seq, block, "is loaded")
+                if block != HOLE:
+                    self._require_sole_owner(move.seq, block, "is loaded")
         self.moves[move.seq] = move
 
     # --- rows -----------------------------------------------------------------------------------
@@ -334,11 +386,11 @@ class MemoryModel:
         if len(set(names)) != len(names):
             raise Violation(f"two rows of one sequence in a step: {names}")
         for row in rows:
-            table = self.tables.get(row.seq, [])
-            if row.stop > len(table) * self.block_size:
-                raise Violation(f"{row} writes past its {len(table)} blocks")
-            for index in range(row.start // self.block_size, (row.stop - 1) // self.block_size + 1):
-                self._require_sole_owner(row.seq, table[index], "is written")
+            for table in self.tables.get(row.seq, [[]]):
+                if row.stop > len(table) * self.block_size:
+                    raise Violation(f"{row} writes past its {len(table)} blocks")
+                for index in range(row.start // self.block_size, (row.stop - 1) // self.block_size + 1):
+                    self._require_sole_owner(row.seq, table[index], "is written")
 
     def _resolve(self, row: Row) -> list[int]:
         tokens = []
@@ -354,7 +406,6 @@ class MemoryModel:
 
     def _run(self, step: int, row: Row) -> RowResult:
         known = self.known[row.seq]
-        table = self.tables[row.seq]
         tokens = self._resolve(row)
         num_known = len(tokens) - row.draft
         end = row.start + num_known
@@ -374,36 +425,50 @@ class MemoryModel:
             raise Violation(f"{row}: {len(known.tokens)} tokens are known")
         if not known.request.params.greedy and row.seed != known.seed:
             raise Violation(f"{row}: the sampling seed should be {known.seed}")
-        size = self.block_size
-        digest = EMPTY
-        if row.start:
-            before = self.slots[table[(row.start - 1) // size]][(row.start - 1) % size]
+        for group in range(len(self.windows)):
+            self._write(row, known, tokens, group)
+            self._read_back(row, known, tokens[num_known:], group)
+        self.starts[row.seq] = end
+        self.rows_checked += 1
+        if not needs:
+            return RowResult()
+        if searching:
+            return self._candidates(known)
+        result = self._sample(step, row, known, tokens[num_known:])
+        self.starts[row.seq] += max(0, len(result.tokens) - 1)  # accepted drafts are in KV too
+        return result
+
+    def _write(self, row: Row, known: Known, tokens: list[int], group: int) -> None:
+        size, table = self.block_size, self.tables[row.seq][group]
+        digest = known.digests[row.start - 1] if row.start else EMPTY
+        if row.start and self.windows[group] != 1:
+            before = self._slot(row, group, row.start - 1)
             if before is None:
                 raise Violation(f"{row}: position {row.start - 1} was never written")
             digest = before.digest
         for position, token in enumerate(tokens, row.start):
             digest = extend(digest, token)
-            self.slots[table[position // size]][position % size] = Slot(position, token, digest)
-        self._read_back(row, known, tokens[num_known:])
-        if not needs:
-            return RowResult()
-        if searching:
-            return self._candidates(known)
-        return self._sample(step, row, known, tokens[num_known:])
+            self.slots[table[position // size]][position % size] = Slot(position, token, digest, group)
 
-    def _read_back(self, row: Row, known: Known, drafts: list[int]) -> None:
-        """Everything this row attends to, through its table."""
-        size, table = self.block_size, self.tables[row.seq]
-        digest = EMPTY
-        for position in range(row.stop):
+    def _read_back(self, row: Row, known: Known, drafts: list[int], group: int) -> None:
+        """Everything this row attends to in one cache group, through its table."""
+        window = self.windows[group]
+        first = 0 if window is None else max(0, row.start - window + 1)
+        digest = known.digests[first - 1] if first else EMPTY
+        for position in range(first, row.stop):
             right = position - (row.stop - len(drafts))
             token = drafts[right] if right >= 0 else known.tokens[position]
             digest = extend(digest, token)
-            slot = self.slots[table[position // size]][position % size]
-            if slot != (position, token, digest):
-                raise Violation(f"{row}: position {position} holds {slot}, should hold token {token}")
-        self.rows_checked += 1
-        self.tokens_read += row.stop
+            slot = self._slot(row, group, position)
+            if slot != (position, token, digest, group):
+                raise Violation(f"{row}: position {position} of group {group} holds {slot}, should hold token {token}")
+        self.tokens_read += row.stop - first
+
+    def _slot(self, row: Row, group: int, position: int) -> Slot | None:
+        block = self.tables[row.seq][group][position // self.block_size]
+        if block == HOLE:
+            raise Violation(f"{row} reads position {position} of group {group}, where there is a hole")
+        return self.slots[block][position % self.block_size]
 
     def _sample(self, step: int, row: Row, known: Known, drafts: list[int]) -> RowResult:
         sampled: list[int] = []
@@ -520,14 +585,16 @@ class World:
         lazy: bool = False,
         strict: bool = True,
         max_drafts: int = 0,
+        windows: Windows = (None,),
     ) -> None:
-        self.core = Core(scheduler, kv_cache, limits, seed=seed)
+        self.core = Core(scheduler, kv_cache, limits, seed=seed, windows=windows)
+        self.windows = windows
         self.limits = limits
         self.lazy = lazy
         self.strict = strict
         self.block_size = kv_cache.block_size(limits)
-        self.memory = MemoryModel(limits.num_blocks, self.block_size, max_drafts, limits.num_host_blocks)
-        self.slots = self.block_size * limits.num_blocks  # one sequence can have this many tokens in KV
+        self.memory = MemoryModel(limits.num_blocks, self.block_size, max_drafts, limits.num_host_blocks, windows)
+        self.slots = most_tokens(windows, limits.num_blocks, self.block_size, limits.max_model_len)
         self.now = 0.0
         self.requests: list[Tracked] = []
         self.current: dict[str, Tracked] = {}  # the latest request of each id
@@ -581,10 +648,7 @@ class World:
             self.plans.append(action)
             if not self.lazy:
                 self._catch_up()
-                tables = {seq: t.blocks for seq, t in self.core.ledger.tables.items() if t.blocks}
-                mine = {seq: t for seq, t in self.memory.tables.items() if t}
-                if tables != mine:
-                    raise Violation(f"the ledger has {tables}, plans gave {mine}")
+                self._check_tables()
         elif isinstance(action, Blocked):
             if not (action.steps or action.transfers):
                 raise Violation("blocked on nothing")
@@ -620,7 +684,7 @@ class World:
     def restore(self) -> None:
         """Go on with a new Core made from a snapshot; the old one must not matter any more."""
         old = self.core
-        core = Core(old.scheduler, old.ledger.cache, old.limits, seed=old.seed)
+        core = Core(old.scheduler, old.ledger.cache, old.limits, seed=old.seed, windows=self.windows)
         core.restore(old.snapshot())
         self.core = core
         self.check()
@@ -715,14 +779,30 @@ class World:
 
     def _check_in_flight(self, plan: StepPlan) -> None:
         """A block that an outstanding row uses is given to nobody else before that step is done."""
-        fresh = [(g.seq, block) for g in plan.grants for block in g.blocks[g.shared :]]
+        fresh = [(g.seq, block) for g in plan.grants for block in g.blocks[g.shared :] if block != HOLE]
         fresh += [(copy.seq, copy.target) for copy in plan.copies]
         for seq, block in fresh:
             for step, users in self.touched.items():
                 if block in users:
                     raise Violation(f"block {block} goes to {seq} while step {step} uses it for {users[block]}")
-        tables = self.core.ledger.tables
-        self.touched[plan.step] = {block: row.seq for row in plan.rows for block in tables[row.seq].blocks}
+        self.touched[plan.step] = {
+            table[index]: row.seq
+            for row in plan.rows
+            for window, table in zip(self.windows, self.core.ledger.tables[row.seq].groups, strict=True)
+            for index in entries(window, row.start, row.stop, self.block_size)
+        }
+
+    def _check_tables(self) -> None:
+        """The ledger's tables are those that plans gave the executor, but for what has left the windows."""
+        tables = {seq: t.groups for seq, t in self.core.ledger.tables.items() if t.blocks}
+        mine = {seq: t for seq, t in self.memory.tables.items() if any(t)}
+        same = tables.keys() == mine.keys() and all(
+            len(a) == len(b) and all(x in (HOLE, y) for x, y in zip(a, b, strict=True))
+            for seq in tables
+            for a, b in zip(tables[seq], mine[seq], strict=True)
+        )
+        if not same:
+            raise Violation(f"the ledger has {tables}, plans gave {mine}")
 
     def _check_end(self, tracked: Tracked, end: Finished) -> None:
         request = tracked.request

@@ -26,7 +26,13 @@ def make_pool(num_blocks: int = 6, block_size: int = 2) -> BlockPool:
 
 def fill(pool: BlockPool, block: int, parent: object, *tokens: int) -> int:
     pool.fill_to(block, pool.block_size)
-    return pool.publish(block, parent, tokens)
+    return publish(pool, block, parent, tokens)
+
+
+def publish(pool: BlockPool, block: int, parent: object, tokens: tuple[int, ...], group: int = 0) -> int:
+    node = pool.tree.enter(parent, tokens)
+    pool.publish(block, node, group)
+    return node
 
 
 def test_blocks_are_taken_in_a_fixed_order_and_all_or_none() -> None:
@@ -89,8 +95,8 @@ def test_equal_content_is_published_once_and_the_twin_hangs_below_the_first() ->
     assert second in pool.free, "the twin was never published, so it is simply free"
 
 
-def test_a_block_published_again_below_a_new_parent_keeps_its_node() -> None:
-    """Its parent was evicted and recomputed elsewhere; its own children still hang below it."""
+def test_a_recomputed_block_takes_the_place_of_the_one_that_was_evicted() -> None:
+    """What hung below the evicted block hangs below the new one, and is found again."""
     pool = make_pool()
     old_parent, child, grandchild, new_parent = pool.take(4) or ()
     parent_node = fill(pool, old_parent, ROOT, 1, 1)
@@ -99,13 +105,28 @@ def test_a_block_published_again_below_a_new_parent_keeps_its_node() -> None:
     pool.drop([old_parent])
     for block in pool.take(3) or ():  # the two free ones, then the idle parent
         pool.drop([block])
-    assert pool.find(ROOT, (1, 1)) is None
-    new_node = fill(pool, new_parent, ROOT, 1, 1)
-    assert new_node != parent_node
-    assert pool.publish(child, new_node, (2, 2)) == child_node
-    assert pool.find(new_node, (2, 2)) == child and pool.find(parent_node, (2, 2)) is None
-    assert pool.find(child_node, (3, 3)) == grandchild
+    assert pool.find(ROOT, (1, 1)) is None and pool.find(parent_node, (2, 2)) == child
+    assert fill(pool, new_parent, ROOT, 1, 1) == parent_node
+    assert pool.find(ROOT, (1, 1)) == new_parent
+    assert pool.find(parent_node, (2, 2)) == child and pool.find(child_node, (3, 3)) == grandchild
     assert pool.audit([[child], [grandchild], [new_parent]]) == []
+    pool.drop([child, grandchild, new_parent])
+    assert pool.take(6) is not None and not pool.tree.ids, "nodes go with what hangs at them and below them"
+
+
+def test_a_node_has_one_block_of_each_group() -> None:
+    pool = make_pool()
+    first, second, twin = pool.take(3) or ()
+    node = fill(pool, first, ROOT, 1, 1)
+    for block in (second, twin):
+        pool.fill_to(block, 2)
+        assert publish(pool, block, ROOT, (1, 1), group=1) == node
+    assert (pool.find(ROOT, (1, 1)), pool.find(ROOT, (1, 1), 1), pool.find(ROOT, (1, 1), 2)) == (first, second, None)
+    assert pool.audit([[first], [second], [twin]]) == []
+    pool.drop([first])
+    for block in pool.take(4) or ():  # the three free ones, then the idle one
+        pool.drop([block])
+    assert pool.find(ROOT, (1, 1)) is None and pool.find(ROOT, (1, 1), 1) == second, "groups are cached apart"
 
 
 def test_blocks_of_an_outstanding_step_are_in_flight_until_it_ends() -> None:
@@ -186,7 +207,7 @@ class PoolLife(RuleBasedStateMachine):
             key = (tokens,) * self.pool.block_size
             twin = self.pool.find(parent, key)
             self.pool.fill_to(block, self.pool.block_size)
-            node = self.pool.publish(block, parent, key)
+            node = publish(self.pool, block, parent, key)
             if twin is None:
                 self.content[block] = (parent, key)
             else:

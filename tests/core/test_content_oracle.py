@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from content_oracle import MemoryModel, Violation, World
-from test_state_machine import live
+from test_state_machine import WINDOWS, live
 
 from twinfer.core import ledger as ledger_module
 from twinfer.core.blocks import BlockPool
@@ -15,6 +15,7 @@ from twinfer.core.core import Core
 from twinfer.core.ledger import Ledger
 from twinfer.core.plan import FromStep, Need, StepPlan
 from twinfer.core.planner import Planner, Tokens
+from twinfer.core.prefix_tree import PrefixTree
 from twinfer.core.request import Sequence
 
 Patch = pytest.MonkeyPatch
@@ -62,9 +63,9 @@ def preemptions_are_not_told(patch: Patch) -> None:
 
 def parents_do_not_matter(patch: Patch) -> None:
     """Equal tokens hit whatever came before them."""
-    publish, find = BlockPool.publish, BlockPool.find
-    patch.setattr(BlockPool, "publish", lambda self, block, parent, tokens: publish(self, block, "any", tokens))
-    patch.setattr(BlockPool, "find", lambda self, parent, tokens: find(self, "any", tokens))
+    enter, find = PrefixTree.enter, PrefixTree.find
+    patch.setattr(PrefixTree, "enter", lambda self, parent, tokens: enter(self, "any", tokens))
+    patch.setattr(PrefixTree, "find", lambda self, parent, tokens: find(self, "any", tokens))
 
 
 def published_before_it_is_there(patch: Patch) -> None:
@@ -127,6 +128,42 @@ def chunks_skip_a_token(patch: Patch) -> None:
     patch.setattr(Planner, "_row", skipping)
 
 
+def windows_are_left_too_early(patch: Patch) -> None:
+    """A block goes while the next token still reads its last position."""
+    low = Ledger.low
+    patch.setattr(Ledger, "low", lambda self, window, position: low(self, window, position + 1))
+
+
+def hits_need_not_cover_the_window(patch: Patch) -> None:
+    """A prefix counts as cached although a sliding group has lost what would be read of it."""
+    patch.setattr(Ledger, "_covered", lambda self, found, length: length)
+
+
+def forks_from_what_the_leader_has_left(patch: Patch) -> None:
+    """A fork shares the leader's blocks although its window begins before the leader's."""
+    patch.setattr(Ledger, "can_fork", lambda self, seq, leader: True)
+
+
+def groups_are_mixed_up(patch: Patch) -> None:
+    """Blocks of one group are told for another."""
+    launch = Core._launch
+
+    def swapped(self: Core, planner: Planner) -> StepPlan:
+        planner.grants.sort(key=lambda grant: -grant.group)
+        groups = {g.group for g in planner.grants}
+        planner.grants[:] = [g._replace(group=max(groups) - g.group) for g in planner.grants]
+        return launch(self, planner)
+
+    patch.setattr(Core, "_launch", swapped)
+
+
+WINDOW_FAULTS = (
+    windows_are_left_too_early,
+    hits_need_not_cover_the_window,
+    forks_from_what_the_leader_has_left,
+    groups_are_mixed_up,
+)
+
 FAULTS = (
     no_copy_on_write,
     rejected_drafts_are_kept,
@@ -140,14 +177,14 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS + WINDOW_FAULTS, ids=lambda fault: fault.__name__)
 def test_every_fault_is_found(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
     # The content alone must give it away: the core's own audit is silenced.
     monkeypatch.setattr(Core, "audit", lambda self: [])
     for life in range(60):
         try:
-            live("continuous", random.Random(f"fault-{life}"), num_events=200)
+            live("continuous", random.Random(f"fault-{life}"), 200, WINDOWS if fault in WINDOW_FAULTS else ((None,),))
         except Violation:
             return
         except (AssertionError, IndexError, KeyError, ValueError, RuntimeError):

@@ -316,7 +316,8 @@ def _forget_a_node(core: Core) -> None:
 
 
 def _publish_a_partial_block(core: Core) -> None:
-    core.ledger.pool.publish(core.ledger.tables["a"].blocks[-1], "root", (1, 2))
+    pool = core.ledger.pool
+    pool.publish(core.ledger.tables["a"].blocks[-1], pool.tree.enter("root", (1, 2)))
 
 
 def _idle_without_content(core: Core) -> None:

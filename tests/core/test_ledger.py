@@ -52,7 +52,7 @@ def test_missing_counts_what_is_not_held_yet() -> None:
     ledger = make_ledger()
     seq = make_sequence("a", 9)
     assert ledger.missing(seq, 9) == 3
-    ledger.admit(seq, [])
+    ledger.admit(seq)
     ledger.grow(seq, 0, 5)
     assert (ledger.missing(seq, 9), ledger.missing(seq, 8), ledger.missing(seq, 1)) == (1, 0, 0)
 
@@ -62,35 +62,35 @@ def test_hits_leave_at_least_one_token(length: int) -> None:
     ledger = make_ledger()
     admit_and_commit(ledger, make_sequence("a", 13))
     hits = ledger.hits(make_sequence("b", length))
-    assert len(hits) == (length - 1) // 4
-    assert hits == ledger.tables["a"].blocks[: len(hits)]
+    assert hits.length == len(hits.blocks) == (length - 1) // 4
+    assert hits.blocks == ledger.tables["a"].blocks[: hits.length]
 
 
 def test_hits_do_not_change_the_pool_and_need_a_whole_equal_prefix() -> None:
     ledger = make_ledger()
     admit_and_commit(ledger, make_sequence("a", 13))
     before = list(ledger.pool.refs)
-    assert ledger.hits(make_sequence("b", 13, start=1)) == []
+    assert not ledger.hits(make_sequence("b", 13, start=1)).length
     other = Request(id="c", prompt=(0, 1, 2, 3, 9, 5, 6, 7, 8, 9, 10, 11, 12), params=SamplingParams())
-    assert len(ledger.hits(Sequence(other, 0, 0, 0, 64))) == 1
-    assert ledger.hits(make_sequence("d", 13, cache_prefix=False)) == []
-    assert ledger.hits(make_sequence("e", 13, cache_salt="s")) == []
-    assert ledger.hits(make_sequence("f", 13, adapter="lora")) == []
+    assert ledger.hits(Sequence(other, 0, 0, 0, 64)).length == 1
+    assert not ledger.hits(make_sequence("d", 13, cache_prefix=False)).length
+    assert not ledger.hits(make_sequence("e", 13, cache_salt="s")).length
+    assert not ledger.hits(make_sequence("f", 13, adapter="lora")).length
     assert ledger.pool.refs == before
 
 
 def test_without_sharing_nothing_is_published() -> None:
     ledger = make_ledger(cache=Paged(Paged.Options(block_size=4, prefix_sharing=False)))
     admit_and_commit(ledger, make_sequence("a", 13))
-    assert not ledger.pool.index and ledger.hits(make_sequence("b", 13)) == []
+    assert not ledger.pool.index and not ledger.hits(make_sequence("b", 13)).length
 
 
 def test_growing_grants_only_what_is_lacking_or_says_how_much_is() -> None:
     ledger = make_ledger(num_blocks=3)
     seq = make_sequence("a", 9)
-    ledger.admit(seq, [])
-    assert ledger.grow(seq, 0, 5) == (Grant("a", 0, (0, 1)), None)
-    assert ledger.grow(seq, 5, 8) == (None, None)
+    ledger.admit(seq)
+    assert ledger.grow(seq, 0, 5) == ([Grant("a", 0, (0, 1))], [])
+    assert ledger.grow(seq, 5, 8) == ([], [])
     assert ledger.grow(seq, 5, 17) == 2
     assert ledger.tables["a"].blocks == [0, 1] and ledger.pool.available == 1
 
@@ -98,7 +98,7 @@ def test_growing_grants_only_what_is_lacking_or_says_how_much_is() -> None:
 def test_full_blocks_are_published_when_committed_and_not_before() -> None:
     ledger = make_ledger()
     seq = make_sequence("a", 9)
-    ledger.admit(seq, [])
+    ledger.admit(seq)
     ledger.grow(seq, 0, 9)
     assert not ledger.pool.index
     ledger.commit(seq, 0, 3)
@@ -119,15 +119,16 @@ def test_a_fork_shares_the_prompt_and_copies_before_it_writes(length: int) -> No
     assert ledger.tables["a/1"].blocks == ledger.tables["a"].blocks[:shared]
     grown = ledger.grow(fork, length - 1, length)
     assert not isinstance(grown, int)
-    grant, copy = grown
+    grants, copies = grown
     index = (length - 1) // 4
     if (length - 1) % 4:
-        assert isinstance(copy, Copy) and grant is None
+        (copy,) = copies
+        assert isinstance(copy, Copy) and not grants
         assert (copy.slot, copy.source) == (index, ledger.tables["a"].blocks[index])
         assert ledger.tables["a/1"].blocks[index] == copy.target != copy.source
         assert ledger.pool.fill[copy.target] == (length - 1) % 4
     else:
-        assert copy is None and grant is not None and len(grant.blocks) == 1
+        assert not copies and len(grants) == len(grants[0].blocks) == 1
     # After that neither holds a block the other may write.
     assert writable(ledger, fork, length - 1, length)
     assert ledger.tables["a/1"].open == (index + 1) * 4 and ledger.tables["a"].open == 0, "the leader looks again"
@@ -143,8 +144,8 @@ def test_a_published_block_is_copied_even_by_its_only_holder() -> None:
     admit_and_commit(ledger, seq)
     assert not writable(ledger, seq, 3, 4)
     grown = ledger.grow(seq, 3, 4)
-    assert not isinstance(grown, int) and grown[1] == Copy("a", 0, 0, 0, 1)
-    assert ledger.hits(make_sequence("b", 5)) == [0], "the published one stays as it was"
+    assert not isinstance(grown, int) and grown[1] == [Copy("a", 0, 0, 0, 1)]
+    assert ledger.hits(make_sequence("b", 5)).blocks == [0], "the published one stays as it was"
 
 
 def test_a_copy_that_finds_no_block_changes_nothing() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,3 +251,33 @@ def test_mooncake_trace_shares_prefixes(shared_dir: Path) -> None:
     requests = made(Workload(trace=str(shared_dir / "data/traces/mooncake_synthetic.jsonl"), num_requests=500))
     firsts = [tuple(r.prompt[:512]) for r in requests]
     assert len(set(firsts)) < len(firsts)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_have_the_rate_and_the_variance_that_was_asked_for(burstiness: float) -> None:
+    workload = Workload(num_requests=20_000, rate=5.0, burstiness=burstiness)
+    times = [r.arrival for r in generate(workload, 100, 10_000)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = statistics.fmean(gaps)
+    assert mean == pytest.approx(1 / 5.0, rel=0.05)
+    assert statistics.variance(gaps) / mean**2 == pytest.approx(1 / burstiness, rel=0.1)
+
+
+def test_a_ramp_goes_from_one_rate_to_the_other() -> None:
+    workload = Workload(num_requests=20_000, rate=10.0, ramp_to=30.0)
+    times = [r.arrival for r in generate(workload, 100, 10_000)]
+    assert times == sorted(times) and times[-1] == pytest.approx(2 * 20_000 / 40.0, rel=0.03)
+    first, last = sum(t < 50 for t in times), sum(times[-1] - 50 < t for t in times)
+    assert first / 50 == pytest.approx(10.5, rel=0.15) and last / 50 == pytest.approx(29.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [({"concurrency": 0}, "--concurrency"), ({"concurrency": 2, "rate": 3.0}, "--concurrency"),
+     ({"burstiness": 0.5}, "--burstiness"), ({"burstiness": 0.0, "rate": 1.0}, "--burstiness"),
+     ({"ramp_to": 3.0}, "--ramp-to"), ({"ramp_to": 0.0, "rate": 1.0}, "--ramp-to"),
+     ({"ramp_to": 3.0, "rate": math.inf}, "--rate")],
+)  # fmt: skip
+def test_loads_that_contradict_themselves_are_refused(given: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        make_workload(**given)

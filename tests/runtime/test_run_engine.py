@@ -201,3 +201,13 @@ def test_what_cannot_work_is_said_before_anything_runs(
     with pytest.raises(TwinferError, match=says) as caught:
         run_engine(config(tiny_llama_dir, **fields), workload(**load))
     assert isinstance(caught.value, ConfigError) and "\n" not in str(caught.value)
+
+
+def test_a_closed_loop_keeps_to_its_clients(tiny_llama_dir: Path) -> None:
+    workload = Workload(num_requests=7, concurrency=2, input_len=9, output_len=4)
+    record = run_engine(EngineConfig(model=str(tiny_llama_dir), max_model_len=64, num_kv_blocks=32), workload)
+    assert [r.reason for r in record.requests] == ["length"] * 7
+    for request in record.requests:
+        others = [r for r in record.requests if r.arrival <= request.arrival < (r.finished or 0.0)]
+        assert len(others) <= 2
+    assert max(step.num_rows for step in record.steps) == 2

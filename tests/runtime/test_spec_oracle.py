@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -12,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from twinfer.core.catalog import hf_config_of, resolve_spec, spec_from_hf, spec_names
+from twinfer.core.errors import ModelError
 from twinfer.core.gguf_header import Length, read_gguf_header
+from twinfer.core.hf_config import FAMILIES
 from twinfer.core.work import StepShape, step_ops, total
 
 
@@ -43,6 +46,43 @@ def test_config_as_transformers_writes_it_gives_the_same_spec(name: str) -> None
     """transformers 5 renames fields (`dtype`, `rope_parameters`, `num_local_experts`)."""
     plain = {k: v for k, v in (hf_config_of(name) or {}).items() if k not in ("twinfer", "quantization_config")}
     assert spec_from_hf(hf_config(name).to_dict(), name) == spec_from_hf(plain, name)
+
+
+SHAPES = (
+    "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
+def test_what_a_configuration_leaves_out_is_what_transformers_assumes(family: str) -> None:
+    """Only shapes are given, once to transformers' configuration class and once to us."""
+    sizes = dict(zip(SHAPES[1:], (99, 64, 80, 32, 4, 2, 128), strict=True))
+    options = {"use_sliding_window": True} if family.startswith("qwen") else {}
+    written = AutoConfig.for_model(family, **sizes, **options).to_dict()
+    given = {"architectures": [FAMILIES[family]], **sizes, **options}
+    if family == "mixtral":
+        given |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    whole, ours = spec_from_hf(written | {"architectures": [FAMILIES[family]]}, "m"), spec_from_hf(given, "m")
+    dtypes = {name: getattr(ours, name) for name in ("dtype", "kv_dtype", "bos_token_id", "eos_token_ids")}
+    assert ours == replace(whole, **dtypes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(torch_dtype="int8"), "dtype 'int8'; known: float64, float32"),
+        (dict(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn'"),
+        (dict(torch_dtype="float13"), "dtype 'float13'"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not known for LlamaForCausalLM"),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True, which is not supported"),
+        (dict(quantization_config={"quant_method": "bitsandbytes"}), "stored as 'bitsandbytes' are not known"),
+    ],
+)
+def test_oddities_are_refused(changes: dict[str, object], words: str) -> None:
+    sizes = dict(zip(SHAPES[1:], (99, 64, 80, 2, 4, 2, 128), strict=True))
+    with pytest.raises(ModelError, match=words):
+        spec_from_hf({"architectures": ["LlamaForCausalLM"], **sizes, **changes}, "m")
 
 
 def test_header_agrees_with_the_reference_reader(smollm2_gguf: Path) -> None:

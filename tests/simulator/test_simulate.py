@@ -235,3 +235,21 @@ def test_texts_without_a_tokenizer_are_estimated_and_the_record_says_so() -> Non
     exact = simulate(config, workload, REGISTRY, encode=lambda text: list(range(len(text.split()))))
     assert [r.num_prompt_tokens for r in exact.requests] == [5, 1] and "prompts" not in exact.reasons
     assert "prompts" not in predicted(Workload(num_requests=1)).reasons
+
+
+def test_a_closed_loop_never_has_more_open_than_clients_and_keeps_them_busy() -> None:
+    record = predicted(Workload(num_requests=40, concurrency=4, input_len=100, output_len=20))
+    check(record, 40)
+    times = sorted({r.arrival for r in record.requests})
+    open_then = [sum(r.arrival <= t < (r.finished or 0) for r in record.requests) for t in times]
+    assert max(open_then) == 4 and min(open_then[:-4]) >= 1
+    assert sum(r.arrival == 0 for r in record.requests) == 4
+    ends = {r.finished for r in record.requests}
+    assert all(r.arrival in ends for r in record.requests if r.arrival), "a client sends when its last has ended"
+    assert record.intervals["ttft.p50"][0] < record.metrics["ttft"]["p50"] < record.intervals["ttft.p50"][1]
+
+
+def test_a_closed_loop_of_one_client_is_one_request_after_the_other() -> None:
+    record = predicted(Workload(num_requests=5, concurrency=1, input_len=100, output_len=20))
+    alone = predicted(Workload(num_requests=1, input_len=100, output_len=20))
+    assert record.metrics["duration"] == pytest.approx(5 * alone.metrics["duration"], rel=1e-6)

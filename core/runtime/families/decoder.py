@@ -25,7 +25,7 @@ from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.linear import Linear, LinearFactory, TokenTable, fused
 from twinfer.core.runtime.parallel import ALONE, Parallel
 from twinfer.core.runtime.rope import Rotation, rotary_of
-from twinfer.core.runtime.weights import Loader
+from twinfer.core.runtime.weights import Cut, Loader
 from twinfer.core.spec import ModelSpec
 from twinfer.kernels import ops
 
@@ -60,30 +60,31 @@ class RankLoader:
         heads: number of heads of each, which stay whole; without it, rows are cut evenly.
         """
 
-        def cut(tensor: Any, i: int) -> Any:
+        def cut(i: int) -> Cut:
             if heads is None:
-                return self.parallel.cut(tensor, 0, "MLP columns")
-            return self.parallel.cut_heads(tensor, heads[i])
+                return lambda tensor: self.parallel.cut(tensor, 0, "MLP columns")
+            return lambda tensor: self.parallel.cut_heads(tensor, heads[i])
 
-        weights = [cut(self.load.projection(f"{name}.weight"), i) for i, name in enumerate(names)]
-        found = [self.load.optional(f"{name}.bias") for name in names]
+        weights = [self.load.projection(f"{name}.weight", cut(i)) for i, name in enumerate(names)]
+        found = [self.load.optional(f"{name}.bias", cut(i)) for i, name in enumerate(names)]
         bias = None
         if any(b is not None for b in found):
             bias = fused(
-                [cut(b, i) if b is not None else torch.zeros(w.shape[0], dtype=self.load.dtype, device=self.load.device)
-                 for i, (b, w) in enumerate(zip(found, weights, strict=True))]
+                [b if b is not None else torch.zeros(w.shape[0], dtype=self.load.dtype, device=self.load.device)
+                 for b, w in zip(found, weights, strict=True)]
             )  # fmt: skip
         return self.linear(op, fused(weights), bias)
 
     def rows(self, op: str, name: str, num_heads: int | None = None) -> Linear:
         """The projection `name` back to the hidden size as linear `op`; its outputs are to be summed over the ranks."""
-        weight = self.load.projection(f"{name}.weight")
-        part = (
-            self.parallel.cut(weight, 1, "MLP columns")
-            if num_heads is None
-            else self.parallel.cut_heads(weight, num_heads, 1)
-        )
-        return self.linear(op, part, self.load.optional(f"{name}.bias") if self.parallel.rank == 0 else None)
+
+        def cut(tensor: Any) -> Any:
+            if num_heads is None:
+                return self.parallel.cut(tensor, 1, "MLP columns")
+            return self.parallel.cut_heads(tensor, num_heads, 1)
+
+        bias = self.load.optional(f"{name}.bias") if self.parallel.rank == 0 else None
+        return self.linear(op, self.load.projection(f"{name}.weight", cut), bias)
 
 
 class Decoder:
@@ -93,12 +94,15 @@ class Decoder:
         spec, load, parallel = weights.spec, weights.load, weights.parallel
         self.spec, self.dtype, self.device, self.parallel = spec, load.dtype, load.device, parallel
         self.table = TokenTable(
-            load.projection("model.embed_tokens.weight"), spec.tie_embeddings, parallel, weights.linear
+            load.projection("model.embed_tokens.weight", parallel.cut_vocab),
+            spec.tie_embeddings,
+            parallel,
+            weights.linear,
         )
         if self.table.head is not None:
             self.lm_head: Linear = self.table.head
         else:
-            self.lm_head = weights.linear("lm_head", parallel.cut_vocab(load.projection("lm_head.weight")), None)
+            self.lm_head = weights.linear("lm_head", load.projection("lm_head.weight", parallel.cut_vocab), None)
         self.norm = load("model.norm.weight")
         self.rotary = rotary_of(spec, load)
         # rounded to the dtype of the activations, as transformers does
