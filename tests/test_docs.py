@@ -17,7 +17,7 @@ import pytest
 from twinfer.core import hookspecs, policy, technique
 from twinfer.core.hookspecs import hookspec
 
-DOCUMENTS = ("README.md", "docs/architecture.md", "docs/plugins.md", "docs/models.md")
+DOCUMENTS = ("README.md", "docs/architecture.md", "docs/plugins.md", "docs/models.md", "docs/parallelism.md")
 
 
 def signatures(module: ModuleType) -> dict[str, str]:
