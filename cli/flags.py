@@ -182,6 +182,9 @@ def _scenario_options(
         typer.Option(rich_help_panel=_WORKLOAD, metavar="NAME[:OPT=VAL,...]", help="Workload plugin to use."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(rich_help_panel=_WORKLOAD, help="0 is greedy.")] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Beams of a search; 1, the default, is none.")
+    ] = None,
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", rich_help_panel=_WORKLOAD, help="Let the model end its answers early.")
     ] = False,
@@ -251,8 +254,9 @@ class Scenario:
 
         g = self.given
         names = {"requests": "num_requests"}
-        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "concurrency", "input_len", "output_len", "lengths", "spread",
-                                                  "shared_prefix", "num_prefixes", "trace", "too_long", "temperature",
+        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "concurrency", "input_len",
+                                                  "output_len", "lengths", "spread", "shared_prefix", "num_prefixes",
+                                                  "trace", "too_long", "temperature", "beam_width",
                                                   "seed") if g[k] is not None}  # fmt: skip
         for number, text in enumerate(g["prompt"] or (), 1):
             if not text.strip():

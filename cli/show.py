@@ -33,6 +33,7 @@ _TITLES = {
     "output_throughput": "output throughput", "total_throughput": "total throughput",
     "request_throughput": "requests", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E",
     "peak_kv_bytes": "peak KV", "kv_waste": "KV waste", "num_preemptions": "preemptions",
+    "num_swaps": "of them swapped",
     "duration": "duration", "prefix_cache_hit_rate": "prefix cache hits",
 }  # fmt: skip
 
@@ -145,7 +146,9 @@ def record_tables(record: RunRecord) -> list[Table]:
     caption = f"{config.get('model')} on {device}, {techniques}: {what}"
     numbers = new_table(caption, "", "", *(["80 % band"] if banded else []))
     for name in ("output_throughput", "total_throughput", "request_throughput", "duration", "peak_kv_bytes",
-                 "kv_waste", "num_preemptions", "prefix_cache_hit_rate"):  # fmt: skip
+                 "kv_waste", "num_preemptions", "num_swaps", "prefix_cache_hit_rate"):  # fmt: skip
+        if name == "num_swaps" and not metrics.get(name):
+            continue
         row = [title(name), metric(name, metrics.get(name)), between(name, record.intervals.get(name))]
         numbers.add_row(*row[: 3 if banded else 2])
     done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"

@@ -30,7 +30,8 @@ class DeviceSpec(BaseModel):
     """One accelerator, or one CPU machine.
 
     memory_bytes: as the maker states it.  visible_bytes: what a process sees of it, where known.
-    memory_bandwidth, link_bandwidth: B/s.  peak_flops: FLOP/s by dtype.  price_per_hour: US$ per device.
+    memory_bandwidth, link_bandwidth: B/s.  host_link_bandwidth: B/s between device and host memory, one direction.
+     peak_flops: FLOP/s by dtype.  price_per_hour: US$ per device.
     runtime_bytes: taken by the driver context and libraries before a model is loaded.
     graph_bytes: captured device graphs of a typical engine.
     efficiency: what op-time models reach of the peaks (`plugins/op_time/roofline.py` names the fields).
@@ -48,6 +49,9 @@ class DeviceSpec(BaseModel):
     peak_flops: dict[str, float]
     link: str = ""
     link_bandwidth: float | None = Field(default=None, gt=0)
+    host_link: str = ""
+    host_link_bandwidth: float | None = Field(default=None, gt=0)
+    host_link_source: str = ""
     tdp_watts: float | None = Field(default=None, gt=0)
     price_per_hour: float | None = Field(default=None, ge=0)
     price_source: str = ""

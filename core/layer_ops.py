@@ -178,6 +178,9 @@ def ops_of_model(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
     if shape.copied_slots:
         moved = shape.copied_slots * c.kv
         ops.append(Op("kv_copy", "gather", 0.0, moved, moved, model.kv_dtype, layers, (shape.copied_slots,)))
+    if shape.swapped_slots:
+        moved = shape.swapped_slots * c.kv * layers
+        ops.append(Op("kv_swap", "host_copy", 0.0, moved, moved, model.kv_dtype, 1, (shape.swapped_slots,), moved))
     if model.mla is not None and model.mla.absorbed:
         ops += _latent_attention(c, model.mla, rows, t)
     else:

@@ -97,6 +97,8 @@ class Recorder:
                 used_slots=stats.used_slots + tokens,
                 block_size=stats.block_size,
                 preempted=len(plan.preempted),
+                swapped_out_blocks=sum(len(swap.blocks) for swap in plan.swap_outs),
+                swapped_in_blocks=sum(len(swap.blocks) for swap in plan.swap_ins),
                 ops=result.ops if self.keep_ops else {},
             )
         )
@@ -121,6 +123,7 @@ class Recorder:
             entry.finished, entry.reason, entry.detail = at, output.reason, output.detail
             entry.num_cached_tokens = output.num_cached_tokens
             entry.num_preemptions = output.num_preemptions
+            entry.num_swaps = output.num_swaps
         elif isinstance(output, Rejected):
             if output.request_id in self._duplicates:
                 self._duplicates.remove(output.request_id)

@@ -40,6 +40,8 @@ class StepRecord:
     used_slots: int = 0  # that hold a token when the step ends: those it writes are in use while it runs
     block_size: int = 1
     preempted: int = 0
+    swapped_out_blocks: int = 0  # KV moved to host memory
+    swapped_in_blocks: int = 0
     ops: Mapping[str, float] = field(default_factory=dict)  # seconds by op name
 
 
@@ -60,6 +62,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # preemptions that kept the KV in host memory
     itl: list[float] = field(default_factory=list)
 
     @property
@@ -144,6 +147,7 @@ def compute_metrics(record: RunRecord) -> dict[str, Any]:
         "output_tokens": sum(r.num_output_tokens for r in seen),
         "prompt_tokens": sum(r.num_prompt_tokens for r in seen),
         "num_preemptions": sum(r.num_preemptions for r in record.requests),
+        "num_swaps": sum(r.num_swaps for r in record.requests),
         "num_steps": len(record.steps),
     }
     duration = None

@@ -22,7 +22,8 @@ from twinfer.core.plan import Need, StepPlan
 from twinfer.core.spec import ModelSpec
 
 __all__ = [
-    "BYTES", "Op", "RowShape", "StepShape", "dtype_bytes", "keys_read", "scaled", "step_ops", "total", "visible_pairs",
+    "BYTES", "Op", "RowShape", "StepShape", "dtype_bytes", "keys_read", "scaled", "step_ops", "swapped_slots",
+    "total", "visible_pairs",
 ]  # fmt: skip
 
 
@@ -30,7 +31,7 @@ __all__ = [
 class Op:
     """One kernel-sized piece of work on one rank.
 
-    kind: gemm | attention | elementwise | gather | comm.
+    kind: gemm | attention | elementwise | gather | comm | host_copy (between device and host memory).
     shape: gemm (m, n, k), or (m over all groups, n, k, groups used) for grouped ones (experts); attention (query heads, KV heads,
     qk width, v width, window or 0) and `rows`; elementwise and gather (rows, width); comm (ranks,).
     dtype: what the op computes in.
@@ -71,12 +72,13 @@ class StepShape:
     """All that the cost of a step depends on.
 
     rows: one entry per plan row, in plan order.  num_logits: positions that go through the LM head.
-    copied_slots: KV token slots copied by copy-on-write.
+    copied_slots: KV token slots copied by copy-on-write.  swapped_slots: moved from or to host memory.
     """
 
     rows: tuple[RowShape, ...]
     num_logits: int
     copied_slots: int = 0
+    swapped_slots: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -87,13 +89,13 @@ class StepShape:
         rows = tuple(RowShape(len(r.tokens), r.start + len(r.tokens)) for r in plan.rows)
         logits = 0
         for r in plan.rows:
-            if r.need is Need.LAST:
+            if r.need is Need.LAST or r.need is Need.BEAM:
                 logits += 1
             elif r.need is Need.DRAFTS:
                 logits += r.draft + 1
             elif r.need is Need.ALL:
                 logits += len(r.tokens)
-        return cls(rows, logits, len(plan.copies) * plan.stats.block_size)
+        return cls(rows, logits, len(plan.copies) * plan.stats.block_size, swapped_slots(plan))
 
     @classmethod
     def prefill(cls, *lengths: int) -> StepShape:
@@ -104,6 +106,11 @@ class StepShape:
     def decode(cls, *contexts: int) -> StepShape:
         """One token each after contexts of these lengths (the fed token included)."""
         return cls(tuple(RowShape(1, c) for c in contexts), len(contexts))
+
+
+def swapped_slots(plan: StepPlan) -> int:
+    """KV token slots that `plan` moves from and to host memory."""
+    return sum(len(s.blocks) for swaps in (plan.swap_outs, plan.swap_ins) for s in swaps) * plan.stats.block_size
 
 
 def visible_pairs(queries: int, keys: int, window: int | None = None) -> int:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
-from twinfer.core.params import SamplingParams
+from twinfer.core.params import MAX_SAMPLES, SamplingParams
 from twinfer.core.request import Request
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Workload(BaseModel):
     too_long: `keep` hands prompts over that the engine must reject; `filter` leaves out requests whose
         prompt and answer exceed the context.
     source: workload plugin; None finds it from the other fields.
+    beam_width: beams of a search, which needs temperature 0; 1 is none.
     ignore_eos: answers run to their full length whatever the model says.
     """
 
@@ -73,6 +74,7 @@ class Workload(BaseModel):
     too_long: Literal["keep", "filter"] = "keep"
     source: Choice | None = None
     temperature: float = 0.0
+    beam_width: int = 1
     ignore_eos: bool = True
     seed: int = 0
 
@@ -118,6 +120,10 @@ class Workload(BaseModel):
             raise ConfigError(
                 "--spread", self.spread, "fixed lengths have no spread", "choose --lengths uniform or lognormal"
             )
+        ok = 1 <= self.beam_width <= MAX_SAMPLES
+        _require("--beam-width", self.beam_width, ok, f"use 1 for no beam search, or 2 to {MAX_SAMPLES}")
+        if self.beam_width > 1 and self.temperature:
+            raise ConfigError("--beam-width", self.beam_width, "a beam search draws nothing", "leave --temperature out")
         ok = 0 <= self.shared_prefix < self.input_len
         _require("--shared-prefix", self.shared_prefix, ok, f"use 0 to input-len - 1 ({self.input_len - 1})")
         _require("--seed", self.seed, self.seed >= 0, "use 0 or a positive whole number")
@@ -273,7 +279,10 @@ def generate(
 
 def _params(workload: Workload, draft: Draft) -> SamplingParams:
     temperature = workload.temperature if draft.temperature is None else draft.temperature
-    return SamplingParams(max_tokens=draft.output_len, temperature=temperature, ignore_eos=workload.ignore_eos)
+    return SamplingParams(
+        max_tokens=draft.output_len, temperature=temperature, ignore_eos=workload.ignore_eos,
+        beam_width=workload.beam_width,
+    )  # fmt: skip
 
 
 __all__ = [

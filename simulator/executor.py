@@ -3,19 +3,22 @@
 Invariants
 * One result per row, in row order; every row that needs a token gets token 0, so answers run to
   their `max_tokens` (workloads of the simulator ignore end-of-sequence).
+* Candidates of a beam search are made up, but always the same: beams fork, end and copy blocks as real ones do.
 * Errors of op times are fully correlated: their sigmas add up over the run (`relative_sigma`) and do not
   average away with the number of steps.
 """
 
 from __future__ import annotations
 
+from twinfer.core.beam import num_candidates
 from twinfer.core.errors import ConfigError
-from twinfer.core.plan import Need, RowResult, StepPlan, StepResult
+from twinfer.core.plan import Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
 from twinfer.simulator.step_time import StepTimer
 
 _SAMPLED = RowResult(tokens=(0,))
 _FED = RowResult()
+_PLAIN = {need: _FED if need is Need.NONE else _SAMPLED for need in Need}
 
 
 class CostExecutor:
@@ -26,9 +29,15 @@ class CostExecutor:
         self._scale = scale
         self._seconds = 0.0
         self._sigma = 0.0
+        self._beams: dict[str, tuple[int, int]] = {}  # of a beam: its number, candidates of a row
 
     def admit(self, request: Request, seqs: tuple[tuple[str, int], ...]) -> None:
-        if not request.params.ignore_eos or request.params.stop or 0 in request.params.stop_token_ids:
+        params = request.params
+        drawn = range(1)
+        if params.beam_width > 1:
+            drawn = range(num_candidates(request))
+            self._beams |= {seq: (index, len(drawn)) for seq, index in seqs}
+        if not params.ignore_eos or params.stop or any(i in drawn for i in params.stop_token_ids):
             raise ConfigError(
                 "ignore_eos", request.params.ignore_eos, "a prediction has no text that could stop a request",
                 "simulate with ignore_eos=true, no stop strings, and the output length you expect",
@@ -38,10 +47,21 @@ class CostExecutor:
         cost = self._timer.cost(plan)
         self._seconds += cost.seconds
         self._sigma += cost.sigma
-        rows = tuple([_FED if row.need is Need.NONE else _SAMPLED for row in plan.rows])
+        if self._beams:
+            rows = tuple([self._candidates(row) if row.need is Need.BEAM else _PLAIN[row.need] for row in plan.rows])
+            for seq in plan.forget:
+                self._beams.pop(seq, None)
+        else:
+            rows = tuple([_FED if row.need is Need.NONE else _SAMPLED for row in plan.rows])
         scale = self._scale
         ops = cost.ops if scale == 1 else {name: s * scale for name, s in cost.ops.items()}
         return StepResult(rows, cost.seconds * scale, cost.sigma, ops)
+
+    def _candidates(self, row: Row) -> RowResult:
+        """Made-up continuations: each is e times as likely as the next, and beams overtake each other on the way."""
+        index, count = self._beams[row.seq]
+        shift = (row.stop * 31 + index * 17) % 7 / 7
+        return RowResult(candidates=tuple((token, -0.5 - shift - token) for token in range(count)))
 
     def close(self) -> None:
         pass

@@ -53,7 +53,13 @@ Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviation
 PROGRESS_EVERY_S = 0.05
 _FALLS = ("output_throughput", "total_throughput", "request_throughput")  # with slower steps
 _RISES = ("ttft", "tpot", "itl", "e2e", "duration")
-_STILL = ("kv_waste", "peak_kv_bytes", "num_preemptions", "prefix_cache_hit_rate")  # unless arrivals are spread
+_STILL = (
+    "kv_waste",
+    "peak_kv_bytes",
+    "num_preemptions",
+    "num_swaps",
+    "prefix_cache_hit_rate",
+)  # unless arrivals are spread
 
 
 def simulate(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from twinfer.core.plan import Need, StepPlan
-from twinfer.core.work import Op, RowShape, StepShape
+from twinfer.core.work import Op, RowShape, StepShape, swapped_slots
 from twinfer.simulator.op_time import OpTimeChain, host_op
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
@@ -77,14 +77,15 @@ class StepTimer:
                 counts[group] = 1
                 totals[group] = keys
             need = row.need
-            if need is Need.LAST:
+            if need is Need.LAST or need is Need.BEAM:
                 logits += 1
             elif need is not Need.NONE:
                 logits += queries if need is Need.ALL else row.draft + 1
-        copied = len(plan.copies) * plan.stats.block_size
+        swapped = swapped_slots(plan) if plan.swap_outs or plan.swap_ins else 0
+        moved = (len(plan.copies) * plan.stats.block_size, swapped)
         main = max(counts, key=lambda g: (counts[g], -g[0], g[1]), default=None)
         if main is None:
-            return self._at((), (), logits, copied)
+            return self._at((), (), logits, moved)
         rest: tuple[tuple[int, int, int], ...] = ()
         if len(counts) > 1:
             rest = tuple(sorted((g[0], counts[g], totals[g]) for g in counts if g != main))
@@ -93,23 +94,23 @@ class StepTimer:
         low = _grid_below(mean)
         high = _grid_above(low)
         low = max(low, main[0])  # a context holds at least the tokens that are fed
-        below = self._at((main[0], count, low * count), rest, logits, copied)
+        below = self._at((main[0], count, low * count), rest, logits, moved)
         if low == mean:
             return below
-        above = self._at((main[0], count, high * count), rest, logits, copied)
+        above = self._at((main[0], count, high * count), rest, logits, moved)
         return _between(below, above, (mean - low) / (high - low))
 
     def _at(
-        self, main: tuple[int, ...], rest: tuple[tuple[int, int, int], ...], logits: int, copied: int
+        self, main: tuple[int, ...], rest: tuple[tuple[int, int, int], ...], logits: int, moved: tuple[int, int]
     ) -> StepCost:  # fmt: skip
-        key = (main, rest, logits, copied)
+        key = (main, rest, logits, moved)
         known = self._known.get(key)
         if known is None:
             rows: list[RowShape] = []
             for queries, count, total in (*((main,) if main else ()), *rest):
                 keys, more = divmod(total, count)
                 rows += [RowShape(queries, keys + 1)] * more + [RowShape(queries, keys)] * (count - more)
-            known = self._known[key] = self.exact(StepShape(tuple(rows), logits, copied))
+            known = self._known[key] = self.exact(StepShape(tuple(rows), logits, *moved))
         return known
 
 

@@ -92,7 +92,7 @@ class Calibrated(Technique):
             return tables.gemm(op)
         if op.kind == "attention":
             return tables.attention(op)
-        if op.kind in ("elementwise", "gather"):
+        if op.kind in ("elementwise", "gather") or (op.kind == "host_copy" and device.kind == "cpu"):
             return tables.elementwise(op)
         if op.kind == "host":
             return tables.host(op)

@@ -5,6 +5,7 @@
                         + decode keys at an efficiency that grows with the bytes of KV
     elementwise  t = t0 + bytes / (em * BW)
     comm         t = t0 + bytes / (em * link)
+    host_copy    t = bytes / (em * host link); on a CPU it is elementwise
     host         t = const + per row
 
 Curves come from `efficiency` of the device file (names: `Curves`). Without them every efficiency is 1
@@ -63,6 +64,7 @@ class Curves(BaseModel):
     elementwise_memory: float = Field(default=1.0, gt=0, le=1)
     comm_overhead: float = Field(default=0.0, ge=0)
     comm_link: float = Field(default=1.0, gt=0, le=1)
+    host_link: float = Field(default=1.0, gt=0, le=1)
     host_step: float = Field(default=0.0, ge=0)
     host_row: float = Field(default=0.0, ge=0)
     sigma: float = Field(default=0.15, ge=0, le=1, description="relative standard deviation of op times")
@@ -115,6 +117,14 @@ class Roofline(Technique):
                 )  # fmt: skip
             seconds = curves.comm_overhead + op.comm_bytes / (curves.comm_link * link)
             return seconds, f"{op.comm_bytes / 1e6:.2f} MB over {link / 1e9:.0f} GB/s"
+        if op.kind == "host_copy" and device.kind != "cpu":
+            link = device.host_link_bandwidth
+            if not link:
+                raise ConfigError(
+                    "--device", device.name, f"{op.name} moves {op.comm_bytes:.0f} bytes to or from host memory, "
+                    "but how fast is not known", "use --preemption recompute, or a device file with host_link_bandwidth",
+                )  # fmt: skip
+            return op.comm_bytes / (curves.host_link * link), f"{op.comm_bytes / 1e6:.2f} MB over {link / 1e9:.0f} GB/s"
         seconds = curves.elementwise_overhead + op.bytes / (curves.elementwise_memory * bandwidth)
         return seconds, f"{op.bytes / 1e6:.2f} MB over {bandwidth / 1e9:.0f} GB/s"
 
