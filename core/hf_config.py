@@ -25,6 +25,15 @@ FAMILIES = {
 }  # fmt: skip
 """model_type -> architecture class, as in config.json."""
 
+TEXT_HALVES = {"Gemma3ForConditionalGeneration": "gemma3_text"}
+"""Architectures of text and images whose text half is one of the families; it lies under `text_config`."""
+
+TEXT_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+}  # fmt: skip
+"""Shapes that Gemma 3's `text_config` may leave out."""
+
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {
         "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
@@ -101,11 +110,26 @@ def spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
 
     Raises ModelError for an unknown architecture, a missing field or a weight format that cannot be counted.
     """
+    config = _text_half(config, name)
     family = family_of(config, name)
     try:
         return _read(_Config({**DEFAULTS.get(family, {}), **config}, name), family)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{name}: config.json cannot be understood ({error!r})") from None
+
+
+def _text_half(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The configuration of the language model in one of text and images; any other as it is."""
+    architectures = config.get("architectures")
+    found = [a for a in architectures if a in TEXT_HALVES] if isinstance(architectures, list) else []
+    if not found:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{name}: config.json of a {found[0]} lacks 'text_config'; give the whole file")
+    outer = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+    shared = {key: config[key] for key in outer if config.get(key) is not None}
+    return {**TEXT_DEFAULTS, **text, **shared, "architectures": [FAMILIES[TEXT_HALVES[found[0]]]]}
 
 
 def _read(c: _Config, family: str) -> ModelSpec:

@@ -93,11 +93,14 @@ def _shards_of(index: Path) -> list[Path]:
     return shards
 
 
+_TEXT_HALF = re.compile(r"^language_model\.|(?<=^model\.)language_model\.")
+
+
 class SafetensorsWeights:
     """One or more safetensors files.
 
     A checkpoint saved without the `model.` prefix (the backbone alone) is answered under the full names, experts
-    under those of `expert_names.py`.
+    under those of `expert_names.py`; of a checkpoint for text and images the language model is.
     """
 
     def __init__(self, path: Path, files: Iterable[Path]) -> None:
@@ -115,6 +118,7 @@ class SafetensorsWeights:
                 raise ModelError(
                     f"{file}: cannot be read as safetensors ({error}); the file is damaged or cut short"
                 ) from error
+        self._files = {_TEXT_HALF.sub("", name): entry for name, entry in self._files.items()}
         if "embed_tokens.weight" in self._files:
             self._files = {
                 name if name.startswith("lm_head.") else f"model.{name}": entry for name, entry in self._files.items()

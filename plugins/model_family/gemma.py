@@ -41,6 +41,13 @@ class GemmaFamily(Technique):
 
         return expected_tensors(model)
 
+    @classmethod
+    def unused_tensor(cls, model: ModelSpec, name: str) -> bool:
+        """The eyes of a checkpoint for text and images: the engine serves its text."""
+        return model.family == "gemma3_text" and name.removeprefix("model.").startswith(
+            ("vision_tower.", "multi_modal_projector.")
+        )
+
     def build(
         self, model: ModelSpec, load: Loader, linear: LinearFactory, parallel: Parallel | None = None
     ) -> DecoderModel:

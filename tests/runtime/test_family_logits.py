@@ -6,14 +6,17 @@ Ragged packed batches, chunked prefill, a paged cache with scattered blocks, win
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from logits_oracle import TOLERANCE, VOCAB, TinyModel, chunked, difference, prompts, run
+from logits_oracle import BASE, TOLERANCE, VOCAB, TinyModel, chunked, difference, prompts, run
 
+from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.registry import Registry
 from twinfer.core.runtime.families import load_model
 from twinfer.core.runtime.rope import DynamicRotary
@@ -124,6 +127,31 @@ def test_edge_06_every_chunk_size(tiny: Callable[[str], TinyModel], case: str) -
     for size in range(1, 24):
         got = run(model, [sequence], [chunked(23, size)], "shuffled", block_size=3)[0]
         assert difference(got, expected) <= TOLERANCE, f"chunks of {size}"
+
+
+def test_language_model_of_a_checkpoint_for_text_and_images(tmp_path: Path) -> None:
+    """Gemma 3 as it is published from 4B on: the eyes are left alone, the text is the same model."""
+    import transformers
+
+    text = {k: v for k, v in BASE.items() if not k.endswith("token_id")}
+    text |= GEMMA | dict(sliding_window=7, sliding_window_pattern=3)
+    eyes = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=eyes, mm_tokens_per_image=4, image_token_index=96
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        reference = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    reference.save_pretrained(tmp_path)
+    tiny = TinyModel.__new__(TinyModel)
+    tiny.spec = spec_from_hf(json.loads((tmp_path / "config.json").read_text()), "tiny")
+    tiny.model = load_model(tiny.spec, tmp_path, Registry(entry_points=False))
+    sequence = [t for t in prompts(30)[0] if t != 96]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence])).logits[0]
+    assert difference(run(tiny, [sequence], [[len(sequence)]], "shuffled")[0], expected) <= TOLERANCE
 
 
 def test_shards_are_several_files(tiny: Callable[[str], TinyModel]) -> None:
