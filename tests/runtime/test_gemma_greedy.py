@@ -56,7 +56,7 @@ def test_greedy_tokens_equal_transformers(engine: Engine, reference: Any) -> Non
 
     prompts = [engine.tokenizer.encode(text) for text in human_eval_prompts(NUM_PROMPTS)]
     assert len(prompts) == NUM_PROMPTS
-    with LLM.of(engine) as llm:
+    with LLM.of(engine.reconfigured(engine.setup.config)) as llm:
         results = llm.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS))
     with torch.inference_mode():
         for prompt, result in zip(prompts, results, strict=True):
@@ -72,7 +72,7 @@ def test_window_wraps(engine: Engine, reference: Any) -> None:
     import torch
 
     prompt = [t for text in human_eval_prompts(NUM_PROMPTS) for t in engine.tokenizer.encode(text)][:600]
-    with LLM.of(engine) as llm:
+    with LLM.of(engine.reconfigured(engine.setup.config)) as llm:
         result = llm.generate([prompt], SamplingParams(max_tokens=NUM_TOKENS))[0]
     ids = torch.tensor([prompt])
     with torch.inference_mode():
