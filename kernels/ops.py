@@ -13,7 +13,7 @@ Invariants
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import addressof, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ _SIGNATURES = {
     "tw_rms_norm": (_P, _P, _P, _N, _N, _N, _F, _F, _I),
     "tw_add_rms_norm": (_P, _P, _P, _P, _N, _N, _F, _F, _I),
     "tw_gated": (_P, _P, _N, _N, _N, _I, _I),
+    "tw_largest": (_P, _P, _P, _N, _N, _N, _I),
     "tw_scale": (_P, _N, _F, _I),
     "tw_softcap": (_P, _N, _F, _I),
     "tw_take_rows": (_P, _P, _P, _N, _N, _N, _N, _I),
@@ -121,6 +122,17 @@ def take_rows(table: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
+def largest(logits: Tensor) -> tuple[list[int], list[float]]:
+    """(index, value) of the largest of each row of `logits [rows, width]`; the first of equals, NaN before all."""
+    run = _function("tw_largest", logits)
+    rows, width = logits.shape
+    if run is None or logits.stride(1) != 1 or not width:
+        return torch_ops.largest(logits)
+    ids, tops = (c_int64 * rows)(), (c_float * rows)()
+    run(logits.data_ptr(), addressof(ids), addressof(tops), rows, width, logits.stride(0), torch.get_num_threads())
+    return list(ids), list(tops)
+
+
 def rotations(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and signed sin of `positions [tokens]` (int64) times `frequencies [pairs]`, each `[tokens, 1, 2 * pairs]`.
 
@@ -142,4 +154,4 @@ def _plain(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and weight.is_contiguous()
 
 
-__all__ = ["ACTIVATIONS", "add_rms_norm", "gated", "rms_norm", "rotations", "scale", "softcap", "take_rows"]
+__all__ = ["ACTIVATIONS", "add_rms_norm", "gated", "largest", "rms_norm", "rotations", "scale", "softcap", "take_rows"]

@@ -58,3 +58,9 @@ def rotations(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[T
     if scale != 1.0:
         cos, sin = cos * scale, sin * scale
     return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
+
+
+def largest(logits: Tensor) -> tuple[list[int], list[float]]:
+    """(index, value) of the largest of each row of `logits [rows, width]`; the first of equals, NaN before all."""
+    best = logits.argmax(dim=-1)
+    return best.tolist(), logits.gather(1, best[:, None])[:, 0].tolist()

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +57,20 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.tokens.shape[0])
+
+    def clone(self) -> PackedBatch:
+        """The same batch with tensors of its own."""
+        return replace(
+            self, tokens=self.tokens.clone(), positions=self.positions.clone(), slots=self.slots.clone(),
+            logits_index=self.logits_index.clone(),
+        )  # fmt: skip
+
+    def take(self, other: PackedBatch) -> None:
+        """Copy the tensors of a batch of the same shape into those of this one; the spans stay."""
+        self.tokens.copy_(other.tokens)
+        self.positions.copy_(other.positions)
+        self.slots.copy_(other.slots)
+        self.logits_index.copy_(other.logits_index)
 
 
 def num_logits(need: Need, length: int, draft: int) -> int:

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,10 +61,7 @@ class Forward:
         return self.model.forward(batch.tokens, batch.positions, step, batch.logits_index, mark)
 
     def _record(self, shape: Shape, batch: PackedBatch, profile: Profile | None) -> Tensor:
-        own = replace(
-            batch, tokens=batch.tokens.clone(), positions=batch.positions.clone(), slots=batch.slots.clone(),
-            logits_index=batch.logits_index.clone(),
-        )  # fmt: skip
+        own = batch.clone()
         step = self.attention.step(own, self.kv)
         assert isinstance(step, NativeStep)
 
@@ -86,11 +83,7 @@ class Forward:
         return logits
 
     def _repeat(self, found: _Recorded, batch: PackedBatch, profile: Profile | None) -> Tensor:
-        own = found.batch
-        own.tokens.copy_(batch.tokens)
-        own.positions.copy_(batch.positions)
-        own.slots.copy_(batch.slots)
-        own.logits_index.copy_(batch.logits_index)
+        found.batch.take(batch)
         found.step.refill(batch)
         if profile is not None:
             profile.mark("host")

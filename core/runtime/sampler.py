@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,7 @@ from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Candidates, RowResult
 from twinfer.core.request import Request
 from twinfer.core.seeds import draw
+from twinfer.kernels import ops
 
 _WEIGHT_BITS = 44  # 2**44 per token; a vocabulary of 2**18 still sums below 2**63
 _HEAD = 1024  # top_p looks at this many largest tokens before it looks at the whole vocabulary
@@ -72,7 +74,6 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
 
-    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, entries: Sequence[SampleEntry]) -> list[RowResult]:
         """Results in the order of `entries`.
 
@@ -80,12 +81,16 @@ class Sampler:
         An entry with drafts yields the accepted ones and one more token: a draft is accepted if it is the
         token that would have been sampled there anyway, so drafts never change the text.
         """
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self.sample(logits, entries)
         rows = [row for entry in entries for row in _rows(entry)]
         if logits.shape[0] != len(rows):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} positions")
         if not rows:
             return []
-        logits = logits[:, : self.vocab_size]
+        if logits.shape[1] > self.vocab_size:
+            logits = logits[:, : self.vocab_size]
         tokens, finite = self._tokens(logits, rows)
         logprobs = self._logprobs(logits, rows, tokens)
         results, at = [], 0
@@ -117,9 +122,8 @@ class Sampler:
 
     def _tokens(self, logits: torch.Tensor, rows: Sequence[_Position]) -> tuple[list[int], list[bool]]:
         if all(row.plain_greedy for row in rows):
-            best = logits.argmax(dim=-1)
-            top = logits.gather(1, best[:, None])[:, 0]
-            return best.tolist(), torch.isfinite(top).tolist()
+            best_ids, tops = ops.largest(logits)
+            return best_ids, [math.isfinite(top) for top in tops]
         x = logits.to(torch.float32, copy=True)
         for i, row in enumerate(rows):
             if row.changes_logits:

@@ -157,3 +157,20 @@ def test_scale_and_softcap(shape: tuple[int, int]) -> None:
     twins = x.bfloat16()
     assert torch.equal(ops.scale(twins.clone(), 2.0), twins * 2)
     assert torch.equal(ops.softcap(twins.clone(), 30.0), twins.clone().div_(30.0).tanh_().mul_(30.0))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 33, 1000])
+def test_largest(width: int) -> None:
+    rows = random(40, width).round()  # many equals: the first counts
+    if width > 1:
+        rows[3, width // 2] = float("nan")
+        rows[4, width - 1] = float("nan")
+        rows[5, width - 1] = float("inf")
+    rows[6] = float("-inf")
+    rows[7] = float("nan")
+    for x in (rows, random(40, width + 7)[:, :width], rows.bfloat16()):
+        ids, tops = ops.largest(x)
+        assert ids == x.argmax(-1).tolist()
+        torch.testing.assert_close(
+            torch.tensor(tops), x.gather(1, x.argmax(-1)[:, None])[:, 0].float(), rtol=0, atol=0, equal_nan=True
+        )
