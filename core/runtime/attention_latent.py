@@ -16,18 +16,21 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from twinfer.core.layer_ops import absorbing_is_cheaper
 from twinfer.core.runtime.attention_parts import AttentionShape, SingleRow
-from twinfer.core.runtime.attention_torch import cut
+from twinfer.core.runtime.attention_step import AttentionStep
+from twinfer.core.runtime.attention_torch import TorchAttention
 from twinfer.core.runtime.batch import PackedBatch, Span
 from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.kv_storage import KVStorage
-from twinfer.core.spec import MLASpec, ModelSpec
+from twinfer.core.spec import ModelSpec
+from twinfer.kernels.cpu_attention import PagedAttention, serves
 
 EXPAND_BYTES = 64 * 2**20  # keys and values held at once while a row is expanded
 
@@ -41,25 +44,23 @@ class UpProjection:
 
 
 class LatentAttention:
-    """Attention of `num_heads` query heads over latents of `mla`."""
+    """Attention of `model`'s heads over its latents."""
 
-    def __init__(self, mla: MLASpec, num_heads: int, scale: float) -> None:
-        self.mla = mla
-        self.absorbed = AttentionShape(
-            num_heads=num_heads, num_kv_heads=1, head_dim=mla.latent_dim, scale=scale, windows=(None,),
-            value_dim=mla.kv_lora_rank, values_in_keys=True,
+    def __init__(self, model: ModelSpec) -> None:
+        assert model.mla is not None
+        self.mla = mla = model.mla
+        scale = model.query_scale if model.query_scale is not None else model.head_dim**-0.5
+        windows = (None,) * model.num_layers
+        self.absorbed = TorchAttention(
+            AttentionShape(
+                num_heads=model.num_heads, num_kv_heads=1, head_dim=mla.latent_dim, scale=scale, windows=windows,
+                value_dim=mla.kv_lora_rank, values_in_keys=True,
+            )
         )  # fmt: skip
         self.expanded = AttentionShape(
-            num_heads=num_heads, num_kv_heads=num_heads, head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
-            scale=scale, windows=(None,), value_dim=mla.v_head_dim,
+            num_heads=model.num_heads, num_kv_heads=model.num_heads, scale=scale, windows=windows,
+            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim, value_dim=mla.v_head_dim,
         )  # fmt: skip
-
-    @classmethod
-    def of(cls, model: ModelSpec) -> LatentAttention:
-        """With the shapes of `model`."""
-        assert model.mla is not None
-        scale = model.query_scale if model.query_scale is not None else model.head_dim**-0.5
-        return cls(model.mla, model.num_heads, scale)
 
     def step(self, batch: PackedBatch, kv: KVStorage) -> LatentStep:
         """Index tensors and masks of this step, made once."""
@@ -71,12 +72,17 @@ class LatentStep:
 
     def __init__(self, attention: LatentAttention, batch: PackedBatch, kv: KVStorage) -> None:
         self.mla, self.kv, self.slots = attention.mla, kv, batch.slots
-        dtype, device = kv.keys[0].dtype, kv.device
         short = [s for s in batch.spans if absorbing_is_cheaper(self.mla, s.length, s.stop)]
-        long = [s for s in batch.spans if not absorbing_is_cheaper(self.mla, s.length, s.stop)]
-        self.short = _tokens_of(short, batch.num_tokens, device)
-        self.parts = cut(_packed(short), None, attention.absorbed, dtype, device) if short else []
-        self.rows = [SingleRow(span, None, attention.expanded, dtype, device) for span in long]
+        self.short = _tokens_of(short, batch.num_tokens, kv.device)
+        self.over_latents: AttentionStep | None = None
+        if short:
+            some = replace(batch, tokens=batch.tokens[self.short], spans=tuple(_packed(short)))
+            self.over_latents = attention.absorbed.step(some, kv)
+        self.rows = [
+            _Row(span, attention.expanded, kv)
+            for span in batch.spans
+            if not absorbing_is_cheaper(self.mla, span.length, span.stop)
+        ]
 
     def store(self, layer: int, latent: Tensor) -> None:
         """Write `latent [tokens, rank + rope]` (normed and rotated) of this step's tokens into their slots."""
@@ -84,17 +90,17 @@ class LatentStep:
 
     def attend(self, layer: int, q: Tensor, latent: Tensor, up: UpProjection, mark: Mark) -> Tensor:
         """`q [tokens, heads, nope + rope]` (rotated) to `[tokens, heads * value_dim]`."""
-        latent, keys = latent[:, None], self.kv.keys[layer]
+        latent = latent[:, None]
         if not self.rows:
-            return self._absorbed(q, latent, keys, up, mark).flatten(1)
+            return self._absorbed(layer, q, latent, up, mark).flatten(1)
         out = q.new_empty(q.shape[0], q.shape[1], up.v.shape[1])
-        if self.parts:
-            out[self.short] = self._absorbed(q[self.short], latent[self.short], keys, up, mark)
+        if self.over_latents is not None:
+            out[self.short] = self._absorbed(layer, q[self.short], latent[self.short], up, mark)
         for row in self.rows:
-            self._expanded(row, q, row.context(latent, keys)[:, 0], up, out[row.where], mark)
+            self._expanded(row, q, row.context(latent, self.kv.keys[layer])[:, 0], up, out[row.where], mark)
         return out.flatten(1)
 
-    def _absorbed(self, q: Tensor, latent: Tensor, keys: Tensor, up: UpProjection, mark: Mark) -> Tensor:
+    def _absorbed(self, layer: int, q: Tensor, latent: Tensor, up: UpProjection, mark: Mark) -> Tensor:
         """The short rows, packed: `q [tokens, heads, nope + rope]` to `[tokens, heads, value_dim]`."""
         tokens, heads, _ = q.shape
         nope, rank = self.mla.qk_nope_head_dim, self.mla.kv_lora_rank
@@ -102,15 +108,14 @@ class LatentStep:
         wide[..., :rank] = torch.bmm(q[..., :nope].transpose(0, 1), up.k).transpose(0, 1)
         wide[..., rank:] = q[..., nope:]
         mark("kv_up_proj")
-        sums = q.new_empty(tokens, heads, rank)
-        for part in self.parts:
-            sums[part.where] = part.run(wide, latent, latent, keys, keys)
+        assert self.over_latents is not None
+        sums = self.over_latents.attend(layer, wide, latent, latent).view(tokens, heads, rank)
         mark("attention")
         out = torch.bmm(sums.transpose(0, 1), up.v.transpose(1, 2)).transpose(0, 1)
         mark("kv_up_proj")
         return out
 
-    def _expanded(self, row: SingleRow, q: Tensor, latent: Tensor, up: UpProjection, out: Tensor, mark: Mark) -> None:
+    def _expanded(self, row: _Row, q: Tensor, latent: Tensor, up: UpProjection, out: Tensor, mark: Mark) -> None:
         """One row over its own `latent [keys, rank + rope]` into `out [queries, heads, value_dim]`."""
         nope, rank = self.mla.qk_nope_head_dim, self.mla.kv_lora_rank
         heads, keys = q.shape[1], latent.shape[0]
@@ -126,6 +131,23 @@ class LatentStep:
             mark("kv_up_proj")
             out[:, some] = row.attend(q[:, some], k, v)
             mark("attention")
+
+
+class _Row(SingleRow):
+    """A row whose keys and values are tensors of its own: on the native kernels where those serve."""
+
+    def __init__(self, span: Span, shape: AttentionShape, kv: KVStorage) -> None:
+        super().__init__(span, None, shape, kv.keys[0].dtype, kv.device)
+        self.native: dict[int, PagedAttention] = {}  # by number of heads, which the strides depend on
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not serves(k, v):
+            return super().attend(q, k, v)
+        heads = q.shape[1]
+        if heads not in self.native:
+            slots = np.arange(self.span.stop, dtype=np.int64)
+            self.native[heads] = PagedAttention([(0, self.span.length, self.span.start, slots)], self.shape.scale)
+        return self.native[heads](q, k, v).view(len(q), heads, -1)
 
 
 def _packed(spans: Sequence[Span]) -> list[Span]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,12 +66,20 @@ def softmax_attention(
 ) -> Tensor:
     """`q [rows, kv_heads, queries, dim]` over `k [rows, kv_heads, keys, dim], v [.., value_dim]`; adds `mask` to scores."""
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return fused(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
     return torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's attention. On the CPU it is fused only for values as wide as keys, so that narrower ones are padded."""
+    width = v.shape[-1]
+    if v.is_cpu and width < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - width))
+    return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
 
 
 class Part(Protocol):
@@ -117,8 +125,8 @@ class PaddedRows:
         folded = q[self.where].view(self.rows, self.queries, s.num_kv_heads, s.group, s.head_dim)
         folded = folded.transpose(1, 2).reshape(self.rows, s.num_kv_heads, self.queries * s.group, s.head_dim)
         all_k = self._context(keys)
-        all_v = all_k[..., : s.v_dim] if s.values_in_keys else self._context(values)
-        out = softmax_attention(folded, all_k, all_v, self.mask, s.scale, s.softcap)
+        all_v = all_k if s.values_in_keys else self._context(values)
+        out = softmax_attention(folded, all_k, all_v, self.mask, s.scale, s.softcap)[..., : s.v_dim]
         out = out.reshape(self.rows, s.num_kv_heads, self.queries, s.group, s.v_dim).transpose(1, 2)
         return out.reshape(self.rows * self.queries, s.num_heads, s.v_dim)
 
@@ -185,8 +193,8 @@ class SingleRow:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         row_k = self.context(k, keys)
-        row_v = row_k[..., : self.shape.v_dim] if self.shape.values_in_keys else self.context(v, values)
-        return self.attend(q[self.where], row_k, row_v)
+        row_v = row_k if self.shape.values_in_keys else self.context(v, values)
+        return self.attend(q[self.where], row_k, row_v)[..., : self.shape.v_dim]
 
     def context(self, fresh: Tensor, cache: Tensor) -> Tensor:
         """All keys (or values) of the row, `[keys, kv_heads, width]`."""
@@ -199,9 +207,7 @@ class SingleRow:
         s = self.shape
         row_q, row_k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
         if self.causal:
-            out = F.scaled_dot_product_attention(
-                row_q, row_k, row_v, is_causal=True, scale=s.scale, enable_gqa=s.group > 1
-            )
+            out = fused(row_q, row_k, row_v, is_causal=True, scale=s.scale, enable_gqa=s.group > 1)
             return out[0].transpose(0, 1)
         outs = [
             self._block(row_q[:, :, low:high], row_k[:, :, seen:last], row_v[:, :, seen:last], mask)
@@ -213,8 +219,7 @@ class SingleRow:
         s = self.shape
         _, heads, queries, dim = q.shape
         if s.softcap is None and queries > 1:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=s.scale, enable_gqa=s.group > 1)
-            return out[0]
+            return fused(q, k, v, attn_mask=mask, scale=s.scale, enable_gqa=s.group > 1)[0]
         folded = q.reshape(1, k.shape[1], s.group * queries, dim)
         tiled = mask.repeat(s.group, 1) if mask is not None else None
         return softmax_attention(folded, k, v, tiled, s.scale, s.softcap).reshape(heads, queries, v.shape[-1])

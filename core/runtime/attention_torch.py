@@ -50,7 +50,8 @@ class TorchAttention:
 
     def step(self, batch: PackedBatch, kv: KVStorage) -> AttentionStep:
         """Index tensors and masks of this step, made once; native kernels where they serve."""
-        if serves(kv.keys[0], kv.keys[0] if self.shape.values_in_keys else kv.values[0]):
+        values = kv.keys[0][..., : self.shape.v_dim] if self.shape.values_in_keys else kv.values[0]
+        if serves(kv.keys[0], values):
             return NativeStep(self.shape, batch, kv)
         return _Step(self.shape, batch, kv)
 
@@ -132,4 +133,4 @@ def _buckets(spans: list[Span], window: int | None, row_bytes: int) -> list[list
     return [[s] for s in alone] + [sorted(bucket, key=lambda s: s.offset) for bucket in buckets]
 
 
-__all__ = ["AttentionShape", "AttentionStep", "TorchAttention", "attention_of", "cut"]
+__all__ = ["AttentionShape", "AttentionStep", "TorchAttention", "attention_of"]

@@ -129,7 +129,7 @@ class MLA(Technique):
         from twinfer.core.runtime.attention_torch import attention_of
 
         assert model.mla is not None
-        return LatentAttention.of(model) if model.mla.absorbed else attention_of(model)
+        return LatentAttention(model) if model.mla.absorbed else attention_of(model)
 
     def _width(self, model: ModelSpec) -> tuple[int, int]:
         """(values a token keeps per layer, how many of them are turned) of a checkpoint with KV heads."""

@@ -85,7 +85,7 @@ def tables_for(kv: KVStorage, lengths: Sequence[int], order: str) -> list[Table]
 
 def step_attention(spec: ModelSpec) -> Any:
     """The torch attention that serves `spec`."""
-    return LatentAttention.of(spec) if spec.mla is not None and spec.mla.absorbed else attention_of(spec)
+    return LatentAttention(spec) if spec.mla is not None and spec.mla.absorbed else attention_of(spec)
 
 
 def marks_of(tiny: TinyModel, sequences: Sequence[Sequence[int]]) -> list[str]:

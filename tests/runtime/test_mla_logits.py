@@ -41,6 +41,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-yarn": ("DeepseekV2", MLA | dict(rope_parameters=YARN)),
     "v3": ("DeepseekV3", MLA | dict(n_group=4, topk_group=2)),
     "v3-yarn": ("DeepseekV3", MLA | dict(n_group=2, topk_group=1, num_experts_per_tok=2, rope_parameters=YARN)),
+    # widths that the native kernels take, for both kinds of rows
+    "v3-wide": (
+        "DeepseekV3",
+        MLA | dict(n_group=1, topk_group=1, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
+    ),
     "v3-halves-biases": (
         "DeepseekV3",
         MLA | dict(n_group=1, topk_group=1, norm_topk_prob=False, rope_interleave=False, attention_bias=True),
@@ -98,17 +103,18 @@ def test_naive_equals_absorbed(tiny: Callable[[str], TinyModel], case: str, tmp_
             assert difference(absorbed, expanded) <= TOLERANCE
 
 
+@pytest.mark.parametrize("case", ["v3", "v3-wide"])
 def test_both_ways_of_a_row_and_a_few_heads_at_a_time(
-    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[[str], TinyModel], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows forced to be absorbed or expanded give the same, also when heads are expanded two by two."""
+    """Rows forced to be absorbed or expanded give the same, also when heads are expanded a few at a time."""
     from twinfer.core.runtime import attention_latent
 
-    model, sequences = tiny("v3"), prompts(33, 21)
+    model, sequences = tiny(case), prompts(33, 21)
     chunks = [[20, 1, 5, 1, 6], [7, 1, 1, 12]]
     for cheaper in (lambda m, queries, end: True, lambda m, queries, end: False, lambda m, queries, end: queries < 6):
         monkeypatch.setattr(attention_latent, "absorbing_is_cheaper", cheaper)
-        monkeypatch.setattr(attention_latent, "EXPAND_BYTES", 2 * 33 * (20 + 10) * 4)
+        monkeypatch.setattr(attention_latent, "EXPAND_BYTES", 4 * 33 * (20 + 10) * 4)
         for sequence, got in zip(sequences, run(model, sequences, chunks, "shuffled"), strict=True):
             assert difference(got, model.expected(sequence)) <= TOLERANCE
 
