@@ -102,11 +102,7 @@ void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias
             for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 8
                 for (int r = 0; r < GROUP; ++r)
-                    if (first + r < R) {
-                        int four;
-                        std::memcpy(&four, x + (first + r) * BLOCK + 4 * i, 4);
-                        dot[r] = _mm512_dpbusd_epi32(dot[r], v[i], _mm512_set1_epi32(four));
-                    }
+                    if (first + r < R) tiles::dot4(dot[r], v[i], x + (first + r) * BLOCK + 4 * i);
 #pragma GCC unroll 8
             for (int r = 0; r < GROUP; ++r)
                 if (first + r < R) {

@@ -59,8 +59,8 @@ void multiply(const uint8_t* x, const uint8_t* w, long groups, const float* scal
             int four;
             std::memcpy(&four, x + 4 * r, 4);
             const __m512i values = _mm512_set1_epi32(four);
-            acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], a, values);
-            acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], b, values);
+            tiles::dot4(acc[r][0], a, values);
+            tiles::dot4(acc[r][1], b, values);
         }
     }
     const __m512 d[2] = {_mm512_maskz_loadu_ps(low, scale), _mm512_maskz_loadu_ps(high, scale + 16)};
