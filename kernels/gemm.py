@@ -117,11 +117,14 @@ class Packed:
         m, k = x.shape
         if k != self.k:
             raise ValueError(f"rows of {k} values for a weight of {self.k} inputs")
-        if x.dtype is not torch.float32 or x.stride(1) != 1:
+        if x.dtype is not torch.float32 or not (x.is_contiguous() or x.stride(1) == 1):
             x = x.float().contiguous()
+        row = k if x.is_contiguous() else x.stride(0)
         if out is None:
-            out = native.empty(m, self.n)
-        self._gemm(self._pointer, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), torch.get_num_threads())
+            out, out_row = native.empty(m, self.n), self.n
+        else:
+            out_row = out.stride(0)
+        self._gemm(self._pointer, x.data_ptr(), row, m, out.data_ptr(), out_row, torch.get_num_threads())
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
