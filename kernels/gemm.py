@@ -44,6 +44,7 @@ _SIGNATURES = {
     "tw_bf16_rows": ((_P, _N, _P, _N, _P), None),
     "tw_int8_bytes": ((_N, _N), c_int64),
     "tw_int8_pack": ((_P, _N, _N, _P, _I), None),
+    "tw_int8_rows": ((_P, _P, _N, _P, _N, _P), None),
 }
 
 
@@ -134,7 +135,9 @@ class Packed:
         if weight.format == _BF16:
             _function("tw_bf16_rows")(weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr())
         elif weight.format == _INT8:
-            raise NotImplementedError("rows of an int8 weight")
+            _function("tw_int8_rows")(
+                weight.data, weight.scale, weight.k, ids.data_ptr(), len(ids), out.data_ptr()
+            )  # fmt: skip
         else:
             _function("tw_blocks_rows")(weight.format, weight.data, weight.k, ids.data_ptr(), len(ids), out.data_ptr())
         return out

@@ -98,13 +98,19 @@ class BF16Linears(PackedLinears):
 
 
 class Int8Linears(PackedLinears):
-    """W8A8: a scale per output channel, activations with a scale per token. The LM head stays as it is."""
+    """W8A8: a scale per output channel, activations with a scale per token. head: the LM head, too."""
 
-    what = "int8 weights and activations (the head stays float32)"
+    def __init__(self, head: bool = False) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def what(self) -> str:  # type: ignore[override]
+        return "int8 weights and activations" + ("" if self.head else " (the head stays float32)")
 
     def __call__(self, name: str, weight: Weight, bias: Tensor | None) -> Linear:
         values = dense_of(weight)
-        if name == "lm_head":
+        if name == "lm_head" and not self.head:
             return Dense(values, bias)
         if self.missing:
             return RoundedInputs(values, bias)
@@ -123,6 +129,10 @@ class RoundedInputs:
     def __call__(self, x: Tensor) -> Tensor:
         values, scale = gemm.quantize_int8(x)
         return self.linear(values.float() * scale[:, None])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` of the rounded weight."""
+        return self.linear.rows(ids)
 
 
 __all__ = ["BF16Linears", "GGUFLinears", "Int8Linears", "Joined", "PackedLinears", "RoundedInputs"]

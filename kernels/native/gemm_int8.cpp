@@ -130,6 +130,15 @@ void tw_int8_pack(const int8_t* values, int64_t n, int64_t k, uint8_t* packed, i
     });
 }
 
+// Rows `ids` of the packed weight as float32, `out` [count, k].
+void tw_int8_rows(const uint8_t* packed, const float* scale, int64_t k, const int64_t* ids, int64_t count, float* out) {
+    for (int64_t row = 0; row < count; ++row, out += k) {
+        const int64_t c = ids[row];
+        const uint8_t* panel = packed + c / COLUMNS * ((k + 3) / 4) * 128 + c % COLUMNS * 4;
+        for (int64_t i = 0; i < k; ++i) out[i] = scale[c] * float(panel[i / 4 * 128 + i % 4] - 128);
+    }
+}
+
 }  // extern "C"
 
 #endif

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from twinfer.core.dtypes import dtype_bits
 from twinfer.core.errors import ConfigError
 from twinfer.core.technique import Needs
 from twinfer.core.work import Op
@@ -35,11 +37,16 @@ class Int8(WhatIf):
 
     class Options(KVOption):
         activations: bool = Field(default=True, description="compute in INT8 too; false stores weights only")
+        head: bool = Field(default=False, description="also the LM head (and the token table where they are one)")
 
     options: Options
 
     def adapt_model(self, model: ModelSpec) -> ModelSpec:
         bits = grouped_bits(8, model.hidden_size, False, model.hidden_size)
+        if self.options.head:
+            others, head = model.other_params(), model.vocab_size * model.hidden_size
+            wide = dtype_bits(model.dtype)
+            model = replace(model, other_weight_bits=(bits * head + wide * (others - head)) / others)
         return with_kv(with_weights(model, bits, "int8" if self.options.activations else ""), self.options.kv)
 
     @classmethod
@@ -55,7 +62,7 @@ class Int8(WhatIf):
                 "--quant int8:activations", False, "the engine multiplies int8 weights by int8 activations only",
                 "leave it out, or simulate it",
             )  # fmt: skip
-        return Int8Linears()
+        return Int8Linears(self.options.head)
 
     def adapt_ops(self, ops: Sequence[Op], model: ModelSpec, shape: StepShape) -> Sequence[Op]:
         return quantized_inputs(ops, "int8", model.dtype) if self.options.activations else ops

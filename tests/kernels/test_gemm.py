@@ -88,6 +88,8 @@ def test_int8(m: int, n: int, k: int) -> None:
     weights, weight_scale = gemm.quantize_int8(weight)
     exact = (values.double() @ weights.double().T) * scale.double()[:, None] * weight_scale.double() + bias
     assert _error(packed(x), exact) < FLOAT32
+    ids = torch.tensor([n - 1, 0, n // 2])
+    assert torch.equal(packed.rows(ids), weights.float()[ids] * weight_scale[ids, None])
 
 
 @pytest.mark.parametrize("pack", ["Q4_1", "bf16", "int8"])

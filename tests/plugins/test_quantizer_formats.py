@@ -59,6 +59,13 @@ def test_weight_bits_with_scales(text: str, bits: float) -> None:
     assert model.kv_bytes_per_token() == LLAMA.kv_bytes_per_token()
 
 
+def test_int8_head_counts_once() -> None:
+    """Of Llama-3's two tables only the head is rounded."""
+    plain, head = adapted("int8"), adapted("int8:head=true")
+    saved = (16 - 8 - 16 / 4096) / 8 * LLAMA.vocab_size * LLAMA.hidden_size
+    assert plain.weight_bytes() - head.weight_bytes() == pytest.approx(saved)
+
+
 def test_last_group_of_a_row_is_counted_whole() -> None:
     """576 inputs are four groups of 128 and half a one: five scales."""
     assert adapted("int4", resolve_spec("smollm2-135m")).weight_bits == 4 + 16 * 5 / 576
