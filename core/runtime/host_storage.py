@@ -26,10 +26,10 @@ class HostStorage:
     """`num_blocks` host blocks beside `kv`. ConfigError when the memory cannot be had."""
 
     def __init__(self, kv: KVStorage, num_blocks: int) -> None:
-        self._kv = kv
+        self._device = [t for t in kv.block_tensors if t.numel()]  # latent attention has values of no width
         self.num_blocks = num_blocks
         try:
-            self._blocks = [_host_memory(t, num_blocks) for t in kv.block_tensors] if num_blocks else []
+            self._blocks = [_host_memory(t, num_blocks) for t in self._device] if num_blocks else []
         except (MemoryError, RuntimeError) as error:
             raise ConfigError(
                 "--host-kv-bytes", num_blocks, f"so many KV blocks cannot be had in host memory ({error})", "lower it"
@@ -42,7 +42,7 @@ class HostStorage:
     def swap_out(self, swaps: Iterable[Swap]) -> None:
         """Copy device blocks to host blocks."""
         device, host = _pairs(swaps)
-        for tensor, store in zip(self._kv.block_tensors, self._blocks, strict=False):
+        for tensor, store in zip(self._device, self._blocks, strict=False):
             read = tensor.index_select(1, torch.tensor(device, device=tensor.device)).transpose(0, 1).contiguous()
             for i, block in enumerate(host):
                 store[block].copy_(read[i], non_blocking=True)
@@ -50,7 +50,7 @@ class HostStorage:
     def swap_in(self, swaps: Iterable[Swap]) -> None:
         """Copy host blocks to device blocks."""
         device, host = _pairs(swaps)
-        for tensor, store in zip(self._kv.block_tensors, self._blocks, strict=False):
+        for tensor, store in zip(self._device, self._blocks, strict=False):
             written = torch.empty((len(host), *store.shape[1:]), dtype=store.dtype, device=tensor.device)
             for i, block in enumerate(host):
                 written[i].copy_(store[block], non_blocking=True)

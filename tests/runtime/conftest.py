@@ -1,10 +1,11 @@
-"""Makes the helper modules of this folder importable: `logits_oracle` and `prompts_of_human_eval`."""
+"""Makes helper modules importable: `logits_oracle`, `prompts_of_human_eval` of this folder, `pairwise` of tests/core."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-HERE = str(Path(__file__).resolve().parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+HERE = Path(__file__).resolve().parent
+for folder in (str(HERE.parent / "core"), str(HERE)):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
