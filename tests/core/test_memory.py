@@ -62,6 +62,18 @@ def test_shown_equations_evaluate_to_the_shown_numbers(name: str, tp: int) -> No
         assert found.equation == found.equations["num_blocks"]
 
 
+@pytest.mark.parametrize(("absorbed", "tp", "per_token"), [(True, 1, 31_104), (True, 2, 31_104), (False, 2, 138_240)])
+def test_cache_of_latents_or_of_the_heads_made_of_them(absorbed: bool, tp: int, per_token: int) -> None:
+    """27 layers, 2 bytes: 576 values on every rank, or 16 heads of 192 + 128 split over the ranks."""
+    spec = resolve_spec("deepseek-v2-lite")
+    assert spec.mla is not None
+    spec = replace(spec, mla=replace(spec.mla, absorbed=absorbed))
+    found = memory_budget(spec, 2**41, config("deepseek-v2-lite", tp=tp))
+    assert found.kv_bytes_per_token == per_token
+    for number in ("kv_bytes_per_token", "num_blocks"):
+        assert eval(found.equations[number], {"__builtins__": {"int": int, "max": max}}) == getattr(found, number)
+
+
 def test_budget_of_llama_3_8b_on_h100_by_hand() -> None:
     found = budget_on(resolve_spec("llama-3-8b"), H100, config())
     weights = 8_030_261_248 * 2

@@ -108,7 +108,7 @@ def run(
     block_size: int = 4,
 ) -> list[torch.Tensor]:
     """All logits of each sequence, fed in `chunks[i]` pieces; step n feeds the nth chunk of every sequence."""
-    kv = KVStorage.of(tiny.spec, 128, block_size)
+    kv = KVStorage.of(tiny.spec, 128, block_size, tiny.model.dtype)
     tables = tables_for(kv, [len(s) for s in sequences], order)
     attention = step_attention(tiny.spec)
     done = [0] * len(sequences)

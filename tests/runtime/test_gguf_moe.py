@@ -16,6 +16,8 @@ from logits_oracle import TOLERANCE, TinyModel, difference, prompts, run
 from twinfer.core.gguf_spec import spec_from_gguf
 from twinfer.core.registry import Registry
 from twinfer.core.runtime.families import load_model
+from twinfer.core.runtime.linear import dense
+from twinfer.core.runtime.stored_blocks import StoredBlocks, dense_of
 from twinfer.core.runtime.weights import open_weights
 from twinfer.core.spec import ModelSpec
 
@@ -58,8 +60,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def write_gguf(path: Path, tiny: TinyModel, architecture: str, split: bool) -> None:
-    """The float32 checkpoint; split: the up-projection of latents in two tensors, as since April 2025."""
+def write_gguf(path: Path, tiny: TinyModel, architecture: str, split: bool, kind: str = "F32") -> None:
+    """The checkpoint; split: the up-projection of latents in two tensors, as since April 2025.  kind: of projections."""
     spec = tiny.spec
     moe, mla = spec.moe, spec.mla
     assert moe is not None
@@ -113,7 +115,11 @@ def write_gguf(path: Path, tiny: TinyModel, architecture: str, split: bool) -> N
         writer.add_rope_scaling_yarn_beta_slow(spec.rope_scaling["beta_slow"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * spec.rope_scaling["mscale_all_dim"])
     for name, value in stored(tiny, architecture, split):
-        writer.add_tensor(name, np.ascontiguousarray(value))
+        if kind == "F32" or value.ndim == 1 or name.startswith(("token_embd", "output")) or "gate_inp" in name:
+            writer.add_tensor(name, np.ascontiguousarray(value))
+        else:
+            number = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(value), number), raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -192,3 +198,41 @@ def test_quantized_experts_and_one_tensor_per_expert(tmp_path: Path) -> None:
     for e in range(3):
         assert torch.equal(source.get(f"model.layers.0.mlp.experts.{e}.gate_proj.weight"), whole[e])
         assert torch.equal(source.get(f"model.layers.0.mlp.experts.{e}.down_proj.weight"), torch.from_numpy(experts[e]))
+
+
+@pytest.mark.parametrize("mode", ["absorbed", "naive"])
+def test_linears_take_the_blocks_of_the_file(mode: str, tmp_path: Path) -> None:
+    """Experts are cut out of stacks and rotary rows reordered as blocks: the values are those of the floats."""
+    changes = MLA | GROUPS | dict(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32,
+        qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=16, moe_intermediate_size=32, intermediate_size=96,
+    )  # fmt: skip
+    tiny = TinyModel(tmp_path, "DeepseekV3", changes)
+    path, registry = tmp_path / "m.gguf", Registry(entry_points=False)
+    write_gguf(path, tiny, "deepseek2", split=mode == "absorbed", kind="Q8_0")
+    spec = spec_from_gguf(path)
+    spec = replace(spec, mla=replace(spec.mla, absorbed=mode == "absorbed"))
+    tiny.spec, sequence = spec, prompts(17)[0]
+    asked: set[str] = set()
+
+    def linear(name: str, weight: Any, bias: torch.Tensor | None) -> Any:
+        if isinstance(weight, StoredBlocks):
+            asked.add(name.split(".", 3)[-1])
+        return dense(name, dense_of(weight), bias)
+
+    linear.takes_blocks = True  # type: ignore[attr-defined]
+    got = []
+    for factory in (None, linear):
+        tiny.model = load_model(spec, path, registry, dtype=torch.float32, linear=factory)
+        got.append(run(tiny, [sequence], [[11, 5, 1]], "shuffled")[0])
+    assert difference(got[0], got[1]) <= TOLERANCE
+    projections = {
+        "q_down_proj",
+        "q_up_proj",
+        "kv_down_proj",
+        "o_proj",
+        "experts.7.gate_up_proj",
+        "experts.0.down_proj",
+    }
+    assert asked >= projections | {"shared_experts.down_proj", "gate_up_proj"}
+    assert ("kv_up_proj" in asked) == (mode == "naive")
