@@ -20,7 +20,7 @@ PURE = frozenset({
     "loop", "measured", "memory", "memory_fixes", "memory_parts", "observers", "op_time", "params", "plan", "planner",
     "intake", "policy", "provision", "recorder", "records", "registry", "request", "seeds", "setup", "spec", "swap",
     "technique",
-    "prefix_tree",
+    "cache_groups", "prefix_tree",
     "work", "workload",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
