@@ -122,6 +122,9 @@ class KVCache(Protocol):
     """Full committed blocks may be reused by other requests with the same prefix."""
     copies_on_write: bool
     """Samples of one prompt may share blocks and copy them when they diverge."""
+    # frees_windows: bool = False, optional. True: layers with a sliding window form cache groups of their own, whose
+    # blocks go back to the pool when no later token can read them; `reserve` must then ask for no more than it is
+    # given. False or absent: all layers share one table that keeps every token.
 
     def block_size(self, limits: Limits) -> int:
         """Tokens per block; the smallest piece that can be given to a sequence."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from twinfer.core.cache_groups import CacheGroup, cache_groups, layers_per_page, one_group
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
@@ -33,15 +34,31 @@ class Setup:
     kv_cache: KVCache
     techniques: tuple[Technique, ...]
     block_size: int
+    groups: tuple[CacheGroup, ...]
     kv_bytes_per_token: float
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
+    def kv_bytes_per_slot(self) -> float:
+        """Bytes of one rank that a token takes in a page, which has the layers of one cache group."""
+        return self.kv_bytes_per_token * layers_per_page(self.groups) / self.model.num_layers
+
+    @property
     def kv_pool_bytes(self) -> float:
-        return self.limits.num_blocks * self.block_size * self.kv_bytes_per_token
+        return self.limits.num_blocks * self.block_size * self.kv_bytes_per_slot
 
     def build_core(self) -> Core:
-        return Core(self.scheduler, self.kv_cache, self.limits, seed=self.config.seed, namespace=self.model.name)
+        return Core(
+            self.scheduler, self.kv_cache, self.limits, seed=self.config.seed, namespace=self.model.name,
+            windows=tuple(group.window for group in self.groups),
+        )  # fmt: skip
+
+
+def groups_of(model: ModelSpec, kv_cache: KVCache) -> tuple[CacheGroup, ...]:
+    """The cache groups of `model`: one of all layers when `kv_cache` keeps what has left a window."""
+    if not getattr(kv_cache, "frees_windows", False):
+        return one_group(model.num_layers)
+    return cache_groups([model.window(layer) for layer in range(model.num_layers)], model.max_context)
 
 
 def adapt_model(
@@ -126,8 +143,10 @@ def resolve(
         max_model_len=max_len,
     )
     block_size = kv_cache.block_size(limits)
+    groups = groups_of(model, kv_cache)
     per_token = model.kv_bytes_per_token(tp=config.tp)
-    per_block = block_size * per_token
+    per_slot = per_token * layers_per_page(groups) / model.num_layers
+    per_block = block_size * per_slot
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         budget = config.kv_memory_bytes or kv_bytes_available
@@ -135,7 +154,7 @@ def resolve(
             raise ConfigError("--num-kv-blocks", None, "no size for the KV pool", "give it or --kv-memory-bytes")
         num_blocks = int(budget // per_block)
         reasons["num_kv_blocks"] = (
-            f"{num_blocks}: {budget / 2**30:.2f} GiB of KV memory / ({block_size} tokens x {per_token:.0f} B)"
+            f"{num_blocks}: {budget / 2**30:.2f} GiB of KV memory / ({block_size} tokens x {per_slot:.0f} B)"
         )
         if num_blocks < 1:
             raise ConfigError(
@@ -151,5 +170,5 @@ def resolve(
     limits = replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     return Setup(
         config=config, model=model, checkpoint=spec, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
-        block_size=block_size, kv_bytes_per_token=per_token, reasons=reasons,
+        block_size=block_size, groups=groups, kv_bytes_per_token=per_token, reasons=reasons,
     )  # fmt: skip

@@ -2,11 +2,11 @@
 
     q: [tokens, heads, head_dim]    k, v: [tokens, kv_heads, head_dim]    result: [tokens, heads * value_dim]
 
-A step is cut once into parts (`attention_parts.py`) that all layers with the same window share: rows of few queries
-and similar context together, longer rows one by one.
+A step is cut once into parts (`attention_parts.py`) that all layers of one cache group and window share: rows of few
+queries and similar context together, longer rows one by one.
 
 Invariants
-* `store` writes k and v through `batch.slots` before `attend` reads anything.
+* `store` writes k and v through the slots of the layer's cache group before `attend` reads anything.
 * Every packed token belongs to exactly one part; results come back in packed order.
 """
 
@@ -58,19 +58,23 @@ class TorchAttention:
 
 class _Step(AttentionStep):
     def __init__(self, shape: AttentionShape, batch: PackedBatch, kv: KVStorage) -> None:
-        self.shape, self.kv, self.slots = shape, kv, batch.slots
+        self.shape, self.kv, self.groups = shape, kv, batch.groups
         self.whole = slice(0, batch.num_tokens)
         dtype = kv.keys[0].dtype
-        self.parts = {w: cut(batch.spans, w, shape, dtype, kv.device) for w in dict.fromkeys(shape.windows)}
+        self.parts = {
+            (group, window): cut(self.groups[group].spans, window, shape, dtype, kv.device)
+            for group, window in dict.fromkeys((kv.group_of[i], w) for i, w in enumerate(shape.windows))
+        }
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.kv.keys[layer].index_copy_(0, self.slots, k)
+        slots = self.groups[self.kv.group_of[layer]].slots
+        self.kv.keys[layer].index_copy_(0, slots, k)
         if not self.shape.values_in_keys:
-            self.kv.values[layer].index_copy_(0, self.slots, v)
+            self.kv.values[layer].index_copy_(0, slots, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        parts = self.parts[self.shape.windows[layer]]
+        parts = self.parts[self.kv.group_of[layer], self.shape.windows[layer]]
         where = parts[0].where
         if isinstance(where, slice) and where == self.whole:
             return parts[0].run(q, k, v, keys, values).flatten(1)

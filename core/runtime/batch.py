@@ -3,6 +3,8 @@
     tokens, positions, slots: [num_tokens], rows one after another in plan order
     logits_index:             [num_logits], packed positions that go through the LM head
 
+Slots and tables are those of the first cache group; `others` has the further ones.
+
 Invariants
 * Rows keep plan order; nothing here sorts or drops a row.
 * A token that an earlier step sampled is looked up before packing: tensors hold real ids only.
@@ -35,6 +37,13 @@ class Span(NamedTuple):
         return self.start + self.length
 
 
+class GroupView(NamedTuple):
+    """Where the layers of one cache group find the KV of a step's rows."""
+
+    slots: Tensor
+    spans: tuple[Span, ...]
+
+
 class PackedRow(NamedTuple):
     """A row ready to be packed: every token is an id, the last `draft` of them are guesses."""
 
@@ -53,6 +62,7 @@ class PackedBatch:
     spans: tuple[Span, ...]
     logits_index: Tensor
     """Packed positions whose logits are wanted, in row order."""
+    others: tuple[GroupView, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +73,7 @@ class PackedBatch:
         return replace(
             self, tokens=self.tokens.clone(), positions=self.positions.clone(), slots=self.slots.clone(),
             logits_index=self.logits_index.clone(),
+            others=tuple(group._replace(slots=group.slots.clone()) for group in self.others),
         )  # fmt: skip
 
     def take(self, other: PackedBatch) -> None:
@@ -71,6 +82,13 @@ class PackedBatch:
         self.positions.copy_(other.positions)
         self.slots.copy_(other.slots)
         self.logits_index.copy_(other.logits_index)
+        for mine, theirs in zip(self.others, other.others, strict=True):
+            mine.slots.copy_(theirs.slots)
+
+    @property
+    def groups(self) -> tuple[GroupView, ...]:
+        """All cache groups."""
+        return (GroupView(self.slots, self.spans), *self.others)
 
 
 def num_logits(need: Need, length: int, draft: int) -> int:
@@ -98,10 +116,18 @@ def pack(rows: Sequence[PackedRow], device: torch.device | str = "cpu") -> Packe
     def tensor(values: object) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
 
+    others = tuple(
+        GroupView(
+            tensor(np.concatenate([span.table.group(number).slots[span.start : span.stop] for span in spans])),
+            tuple(span._replace(table=span.table.group(number)) for span in spans),
+        )
+        for number in range(1, 1 + len(rows[0].table.others))
+    )
     return PackedBatch(
         tokens=tensor(ids),
         positions=tensor(np.concatenate(positions)),
         slots=tensor(np.concatenate(slots)),
         spans=tuple(spans),
         logits_index=tensor(wanted),
+        others=others,
     )

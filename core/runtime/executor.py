@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from twinfer.core.cache_groups import CacheGroup
 from twinfer.core.errors import RequestError
 from twinfer.core.plan import FromStep, Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
@@ -73,10 +74,11 @@ class TorchExecutor:
         sampler: Samples | None = None,
         profile: bool = False,
         num_host_blocks: int = 0,
+        groups: Sequence[CacheGroup] | None = None,
     ) -> None:
         spec = model.spec
         self.model, self.attention, self.profile = model, attention, profile
-        self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device, model.parallel.size)
+        self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device, model.parallel.size, groups)
         self.host = HostStorage(self.kv, num_host_blocks)
         self.sampler: Samples = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
         self.forward = Forward(model, attention, self.kv)
@@ -119,12 +121,12 @@ class TorchExecutor:
             if seq in self._states:
                 self._states[seq].table.clear()
         for grant in plan.grants:
-            if grant.group != 0:
-                raise ValueError(f"cache group {grant.group}: this executor has one group")
-            self._states[grant.seq].table.append(grant.blocks)
+            if not 0 <= grant.group < len(self.kv.groups):
+                raise ValueError(f"cache group {grant.group}: this executor has {len(self.kv.groups)}")
+            self._states[grant.seq].table.group(grant.group).append(grant.blocks)
         self.kv.copy_blocks(plan.copies)
         for copy in plan.copies:
-            self._states[copy.seq].table.replace(copy.slot, copy.target)
+            self._states[copy.seq].table.group(copy.group).replace(copy.slot, copy.target)
         mark("kv_copy" if plan.copies else "host")
         if plan.swap_ins:
             self.host.swap_in(plan.swap_ins)

@@ -234,6 +234,7 @@ def torch_executor(
     return TorchExecutor(
         model, attention.build(model.parallel.local(setup.model)), setup.limits.num_blocks, setup.block_size, sampler,
         profile=model.device.type == "cpu", num_host_blocks=setup.limits.num_host_blocks,
+        groups=setup.groups,
     )  # fmt: skip
 
 

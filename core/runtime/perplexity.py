@@ -119,7 +119,7 @@ def scoring_config(config: EngineConfig, chunk: int = CHUNK) -> EngineConfig:
     rows = max(1, MAX_STEP_TOKENS // chunk)
     return config.model_copy(
         update={
-            "kv_cache": Choice(name="paged", options={"block_size": BLOCK_SIZE}),
+            "kv_cache": Choice(name="paged", options={"block_size": BLOCK_SIZE, "free_windows": False}),
             "max_model_len": chunk,
             "max_num_seqs": rows,
             "num_kv_blocks": rows * _blocks(chunk),

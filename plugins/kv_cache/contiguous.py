@@ -22,6 +22,7 @@ class Contiguous(Technique):
 
     shares_prefixes = False
     copies_on_write = False
+    frees_windows = False  # a region is taken whole and given back whole
 
     def block_size(self, limits: Limits) -> int:
         return limits.max_model_len

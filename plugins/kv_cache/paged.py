@@ -22,6 +22,7 @@ class Paged(Technique):
     class Options(technique.Options):
         block_size: int = Field(16, ge=1, le=1024, description="tokens per block")
         prefix_sharing: bool = Field(True, description="reuse committed blocks of equal prefixes")
+        free_windows: bool = Field(True, description="give up blocks that sliding-window layers have left behind")
         headroom: float = Field(0.01, ge=0, lt=1, description="share of blocks admission leaves free for growth")
 
     options: Options
@@ -29,6 +30,10 @@ class Paged(Technique):
     @property
     def shares_prefixes(self) -> bool:
         return self.options.prefix_sharing
+
+    @property
+    def frees_windows(self) -> bool:
+        return self.options.free_windows
 
     copies_on_write = True
 

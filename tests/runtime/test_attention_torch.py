@@ -84,7 +84,7 @@ class Case:
 
     def parts(self) -> list[object]:
         assert isinstance(self.step, _Step)
-        return list(self.step.parts[self.shape.windows[0]])
+        return list(self.step.parts[0, self.shape.windows[0]])
 
 
 ROWS = {
