@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from logits_oracle import TinyModel
 
-from tests.runtime.logits_oracle import TinyModel
 from twinfer.core.cache_groups import CacheGroup, cache_groups, one_group
 from twinfer.core.core import Core
 from twinfer.core.events import Finished, StepDone, Submit, TokenDelta
