@@ -5,7 +5,7 @@
 The package holds kernel times of one GPU under several serving stacks. This file turns them into `KernelTable`s and
 asks them for twinfer's ops; what they do not cover goes to the next model of the chain.
 
-    gemm        by (n, k) over m                                    dtypes bfloat16, fp8
+    gemm        by (n, k) over m                                    dtypes bfloat16, fp8 (scales per tensor or per block)
     attention   prefill rows by heads over length, decode rows by heads and batch over context
     comm        all-reduce of the stack by ranks over bytes; other collectives of NCCL
 
@@ -42,7 +42,7 @@ SYSTEMS = {
 }  # fmt: skip
 """Device of twinfer -> system of the package."""
 
-_GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
+_GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16"}
 _KV_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
 _COLLECTIVES = {"all_reduce": "all_reduce", "all_gather": "all_gather", "all_to_all": "alltoall"}
 
@@ -54,10 +54,13 @@ class Silicon(Technique):
 
     class Options(technique.Options):
         """stack: serving stack whose kernels were measured.  version: of the stack, the newest by default.
-        folder: `systems` folder of the tables, that of the installed package by default."""
+        fp8: products with one scale a tensor, or per block of 128.  folder: `systems` folder of the tables, that of the installed package by default."""
 
         stack: str = Field(default="vllm", pattern="^(vllm|sglang|trtllm)$", description="vllm, sglang or trtllm")
         version: str | None = Field(default=None, description="version of the stack; None takes the newest measured")
+        fp8: str = Field(
+            default="tensor", pattern="^(tensor|block)$", description="scales of FP8 products: tensor or block"
+        )
         folder: str | None = Field(default=None, description="folder of the tables; None takes the installed package")
 
     @classmethod
@@ -71,7 +74,7 @@ class Silicon(Technique):
         if system is None:
             return None
         tables = _tables(str(self._folder()), system, self.options.stack, self.options.version)
-        answer = tables.time(op, device)
+        answer = tables.time(op, device, fp8="fp8_block" if self.options.fp8 == "block" else "fp8")
         if answer is None:
             return None
         return OpTime(answer.seconds, answer.seconds * answer.spread, answer.source, f"{tables.label}: {answer.detail}")
@@ -119,9 +122,9 @@ class SystemTables:
         self.label = f"{folder.name}, {stack} {version or 'newest'}"
         self._known: dict[tuple[Any, ...], KernelTable | None] = {}
 
-    def time(self, op: Op, device: DeviceSpec) -> Answer | None:
+    def time(self, op: Op, device: DeviceSpec, fp8: str = "fp8") -> Answer | None:
         if op.kind == "gemm" and len(op.shape) == 3:
-            dtype = _GEMM_DTYPES.get(op.dtype)
+            dtype = fp8 if op.dtype == "fp8" else _GEMM_DTYPES.get(op.dtype)
             m, n, k = op.shape
             table = self.gemm(dtype, device) if dtype else None
             return table.time((n, k), m) if table is not None else None

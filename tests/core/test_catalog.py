@@ -35,7 +35,7 @@ PUBLISHED = {
 ROUNDED = {
     "mixtral-8x7b": (46.7e9, 12.9e9), "deepseek-v3": (671e9, 37e9), "qwen3-30b-a3b": (30.5e9, 3.3e9),
     "qwen3-235b-a22b": (235e9, 22e9), "gemma-2-9b": (9.24e9, 9.24e9), "qwen2.5-7b": (7.61e9, 7.61e9),
-    "qwen2.5-72b": (72.7e9, 72.7e9), "qwen3-8b": (8.2e9, 8.2e9), "phi-3-mini": (3.82e9, 3.82e9),
+    "qwen2.5-72b": (72.7e9, 72.7e9), "qwen3-8b": (8.2e9, 8.2e9), "qwen3-32b": (32.8e9, 32.8e9), "phi-3-mini": (3.82e9, 3.82e9),
     "mistral-7b": (7.25e9, 7.25e9), "deepseek-v2-lite": (15.7e9, 2.4e9), "gpt-oss-20b": (20.9e9, 3.6e9),
     "smollm2-1.7b": (1.71e9, 1.71e9), "llama-3.1-70b": (70.6e9, 70.6e9),
 }  # fmt: skip
@@ -70,7 +70,7 @@ def test_every_shipped_spec_says_where_it_is_from_and_adds_up(name: str) -> None
 
 def test_the_promised_names_are_there() -> None:
     promised = """llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b
-        mistral-7b mixtral-8x7b qwen2.5-7b qwen2.5-72b qwen3-8b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3
+        mistral-7b mixtral-8x7b qwen2.5-7b qwen2.5-72b qwen3-8b qwen3-32b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3
         deepseek-v2-lite gemma-2-9b gemma-3-270m phi-3-mini smollm2-135m smollm2-1.7b gpt-oss-20b"""
     assert set(promised.split()) == set(spec_names())
     assert spec_names() == sorted(spec_names())
