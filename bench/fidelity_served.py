@@ -56,9 +56,8 @@ def selected(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
             continue
         if row["pp_size"] not in ("", "1") or row["attention_dp_size"] not in ("", "1") or int(row["tp_size"]) > 8:
             continue
-        key = tuple(row[c] for c in ("backend", "backend_version", "model_path", "system", "precision", "isl", "osl")) + (
-            str(concurrency(row)), row["tp_size"],
-        )  # fmt: skip
+        names = ("backend", "backend_version", "model_path", "system", "precision", "isl", "osl", "tp_size")
+        key = (*(row[name] for name in names), str(concurrency(row)))
         if key in seen or concurrency(row) != int(row["batch_size"]):
             continue
         seen.add(key)
