@@ -22,8 +22,9 @@ from twinfer.core.runtime.families import load_model
 from twinfer.core.runtime.rope import DynamicRotary
 from twinfer.kernels import native
 
-SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.5, 2.0, 5.0, 9.0]
-GEMMA = dict(head_dim=12, query_pre_attn_scalar=20)
+SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [1.5 + i for i in range(8)]
+WIDE = dict(hidden_size=96)  # heads of 16, which the native kernels take
+GEMMA = dict(head_dim=16, query_pre_attn_scalar=20)
 YARN = dict(
     rope_type="yarn", factor=8.0, original_max_position_embeddings=32, rope_theta=10000.0, beta_fast=8, beta_slow=1
 )
@@ -34,8 +35,9 @@ LLAMA3 = dict(
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
+    "llama-narrow-heads": ("Llama", dict(hidden_size=48)),
     "llama-mha-tied": ("Llama", dict(num_key_value_heads=6, tie_word_embeddings=True)),
-    "llama-mqa-biases-wide": ("Llama", dict(num_key_value_heads=1, attention_bias=True, mlp_bias=True, head_dim=24)),
+    "llama-mqa-biases-wide": ("Llama", dict(num_key_value_heads=1, attention_bias=True, mlp_bias=True, head_dim=32)),
     "llama-linear": ("Llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=10000.0))),
     "llama-llama3": ("Llama", dict(rope_parameters=LLAMA3)),
     "llama-dynamic": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0))),
@@ -64,7 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", dict(sliding_window=None)),
     "phi3-window-partial": (
         "Phi3",
-        dict(sliding_window=8, hidden_size=96, rope_parameters=dict(partial_rotary_factor=0.5, rope_type="default")),
+        dict(sliding_window=8, rope_parameters=dict(partial_rotary_factor=0.5, rope_type="default")),
     ),
     "phi3-longrope": (
         "Phi3",
@@ -86,7 +88,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
         if case not in made:
             architecture, changes = CASES[case]
             made[case] = TinyModel(
-                tmp_path_factory.mktemp(case), architecture, changes, shards=3 if case == SHARDED else 1,
+                tmp_path_factory.mktemp(case), architecture, WIDE | changes, shards=3 if case == SHARDED else 1,
                 context=64 if case == "phi3-longrope" else None,
             )  # fmt: skip
         return made[case]
@@ -99,6 +101,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 def test_ragged_packed_batch_in_scattered_blocks(tiny: Callable[[str], TinyModel], case: str, on_native: bool) -> None:
     """Prefill, chunks, verify-sized rows and decode rows in one step; windows wrap several times."""
     model = tiny(case)
+    assert case == "llama-narrow-heads" or model.spec.head_dim % 16 == 0, "the native kernels would not serve it"
     sequences = prompts(33, 5, 21, 40, 17, 9)
     chunks = [[20, *[1] * 13], [1, 1, 1, 2], [10, 11], [9, 9, 9, 13], [16, 1], [3, 3, 3]]
     with nullcontext() if on_native else native.disabled():
@@ -109,14 +112,14 @@ def test_ragged_packed_batch_in_scattered_blocks(tiny: Callable[[str], TinyModel
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3"])
 def test_embeddings_are_scaled_as_transformers_rounds(tiny: Callable[[str], TinyModel], case: str) -> None:
-    """sqrt(48) is no bfloat16: the scale is rounded before it multiplies."""
+    """sqrt(96) is no bfloat16: the scale is rounded before it multiplies."""
     model = tiny(case)
     half = load_model(model.spec, model.folder, Registry(entry_points=False), dtype=torch.bfloat16)
     ids = torch.arange(VOCAB)
     embedding = copy.deepcopy(model.reference.model.embed_tokens).bfloat16()
     with torch.inference_mode():
         assert torch.equal(half.embed(ids), embedding(ids))  # type: ignore[attr-defined]
-        assert not torch.equal(half.embed(ids), half.table.embed(ids) * 48**0.5)  # type: ignore[attr-defined]
+        assert not torch.equal(half.embed(ids), half.table.embed(ids) * 96**0.5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "phi3-window-partial", "qwen3", "mistral-window"])
@@ -163,7 +166,8 @@ def test_longrope_beyond_the_trained_length(tmp_path_factory: pytest.TempPathFac
     """With a context beyond it the long factors serve: sequences past it equal transformers, however they are fed."""
     folder = tmp_path_factory.getbasetemp() / "longrope"
     folder.mkdir(exist_ok=True)
-    model = TinyModel(folder, *CASES["phi3-longrope"])
+    architecture, changes = CASES["phi3-longrope"]
+    model = TinyModel(folder, architecture, WIDE | changes)
     sequence = prompts(90)[0]
     assert difference(run(model, [sequence], [sizes], "shuffled")[0], model.expected(sequence)) <= TOLERANCE
 
