@@ -1,4 +1,4 @@
-"""Makes helper modules importable: `logits_oracle`, `prompts_of_human_eval` of this folder, `pairwise` of tests/core."""
+"""Makes the helper modules of this folder importable."""
 
 from __future__ import annotations
 

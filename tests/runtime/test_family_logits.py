@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from logits_oracle import BASE, TOLERANCE, VOCAB, TinyModel, chunked, difference, prompts, run
+from recorded_world import World
 
 from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.registry import Registry
 from twinfer.core.runtime.families import load_model
+from twinfer.core.runtime.quantized_linear import BF16Linears
 from twinfer.core.runtime.rope import DynamicRotary
-from twinfer.kernels import native
+from twinfer.kernels import gemm, native
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [1.5 + i for i in range(8)]
 WIDE = dict(hidden_size=96)  # heads of 16, which the native kernels take
@@ -108,6 +110,20 @@ def test_ragged_packed_batch_in_scattered_blocks(tiny: Callable[[str], TinyModel
         answers = run(model, sequences, chunks, "shuffled")
     for sequence, got in zip(sequences, answers, strict=True):
         assert difference(got, model.expected(sequence)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "phi3-window-partial", "qwen3-window", "llama-dynamic"])
+def test_recorded_passes(tiny: Callable[[str], TinyModel], case: str) -> None:
+    """Repeated as one native call, bit for bit; what torch computes (dynamic NTK) is not recorded."""
+    model = tiny(case)
+    with torch.inference_mode():
+        packed = load_model(model.spec, model.folder, Registry(entry_points=False), linear=BF16Linears())
+        world = World(packed)
+        world.check(world.batch({i: 3 + 4 * i for i in range(8)}))
+        for step in range(20):
+            world.check(world.batch({i: 1 for i in ([0, 1, 2] if step % 10 < 7 else [5, 3, 7])}))
+    recordable = native.load() is not None and gemm.why_not() == "" and case != "llama-dynamic"
+    assert world.num_recorded == recordable
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3"])
