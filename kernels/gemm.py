@@ -1,6 +1,7 @@
 """Matrix products with packed weights, `x [m, k] @ w [n, k].T + bias`, and the torch twins that say what they compute.
 
-    blocks   Q4_0, Q4_1, Q8_0 as a GGUF file stores them: 32 weights share a scale (and a minimum). Activations are
+    blocks   weights of a GGUF file: 32 (or 16) share a scale and perhaps a minimum. Q4_0, Q4_1 and Q8_0 as they are
+             stored, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K with what they share written out in float32. Activations are
              rounded to int8 with a scale per row and block of 32.
     bf16     weights rounded to bfloat16, everything computed in float32.
     int8     W8A8: a scale per output channel, activations in int8 with a scale per row.
@@ -22,12 +23,16 @@ from ctypes import c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from twinfer.core.gguf_header import TYPES
 from twinfer.kernels import native
 
 BLOCK = 32
-BLOCK_FORMATS: Mapping[str, tuple[int, int]] = {"Q4_0": (0, 18), "Q4_1": (1, 20), "Q8_0": (2, 34)}
-"""GGUF type to (number of the format in gemm_tiles.h, bytes of 32 weights in the file)."""
+BLOCK_FORMATS: Mapping[str, int] = {
+    "Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "Q4_K": 5, "Q5_0": 6, "Q5_1": 7, "Q5_K": 8, "Q6_K": 9,
+}  # fmt: skip
+"""GGUF type to the number of the format in gemm_tiles.h."""
 
+_BLOCKS_OF_FILE = {name: (values, nbytes) for name, values, nbytes in TYPES.values()}
 _BF16, _INT8 = 3, 4
 _CHUNK = 1 << 25  # bytes of one mapping of the arena
 _LINE = 64
@@ -147,11 +152,12 @@ class Packed:
 
 
 def pack_blocks(kind: str, data: Tensor, arena: Arena, bias: Tensor | None = None) -> Packed:
-    """Blocks `data [n, k / 32, bytes]` (uint8, as in a GGUF file) of type `kind`."""
-    code, num_bytes = BLOCK_FORMATS[kind]
+    """Blocks `data [n, blocks, bytes]` (uint8, as in a GGUF file) of type `kind`, none cut."""
+    code, (values, num_bytes) = BLOCK_FORMATS[kind], _BLOCKS_OF_FILE[kind]
     n, blocks, width = data.shape
-    assert width == num_bytes and data.dtype is torch.uint8
-    data, k = data.contiguous(), blocks * BLOCK
+    if width != num_bytes or data.dtype is not torch.uint8:
+        raise ValueError(f"blocks of {kind} have {num_bytes} bytes, these {width} of {data.dtype}")
+    data, k = data.contiguous(), blocks * values
     packed = arena.take(_function("tw_blocks_bytes")(code, n, k))
     _function("tw_blocks_pack")(code, data.data_ptr(), n, k, packed.data_ptr(), torch.get_num_threads())
     return Packed(code, n, k, packed, bias=bias)

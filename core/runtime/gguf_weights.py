@@ -66,6 +66,12 @@ _EXPERT_STACK = re.compile(r"blk\.(\d+)\.(ffn_[a-z]+)_exps\.weight$")
 _ONE_EXPERT = re.compile(r"blk\.(\d+)\.(ffn_[a-z]+)\.(\d+)\.weight$")  # of files from before April 2024
 _SCORE_BIAS = re.compile(r"blk\.(\d+)\.exp_probs_b(\.bias)?$")
 _UP_PROJECTION = re.compile(r"blk\.(\d+)\.attn_([kv])_b\.weight$")
+_SCALES = {
+    "Q4_0": slice(2), "Q4_1": slice(4), "Q8_0": slice(2), "Q5_0": slice(2), "Q5_1": slice(4), "Q4_K": slice(4),
+    "Q5_K": slice(4), "Q6_K": slice(208, 210),
+}  # fmt: skip
+"""Where a block has its float16 scales, for the types that linears may keep in blocks."""
+
 _CHUNK = 32768  # values per row handed to the dequantizer, which works on 16 rows at a time
 
 
@@ -142,17 +148,15 @@ class GGUFWeights:
         return tensor
 
     def blocks(self, name: str) -> StoredBlocks | None:
-        """The weight `[out, in]` as it is stored; None when it is not in blocks."""
+        """The weight `[out, in]` as it is stored; None when it is not in blocks of a type that can be kept."""
         info = self._tensors[name]
         values = VALUES_PER_BLOCK[info.type]
-        if values == 1 or len(info.shape) != 2 or info.shape[1] % values:
+        if info.type not in _SCALES or len(info.shape) != 2 or info.shape[1] % values:
             return None
         data = np.array(self._bytes[info.offset : info.offset + info.nbytes])
         blocks = torch.from_numpy(data).view(info.shape[0], info.shape[1] // values, -1)
-        if info.type in ("Q4_0", "Q4_1", "Q8_0"):  # what dequantizing the others would tell
-            scales = blocks[..., : 4 if info.type == "Q4_1" else 2].contiguous().view(torch.float16)
-            if not bool(scales.isfinite().all()):
-                raise ModelError(f"{self.path}: {info.name} holds values that are not finite; the file is damaged")
+        if not bool(blocks[..., _SCALES[info.type]].contiguous().view(torch.float16).isfinite().all()):
+            raise ModelError(f"{self.path}: {info.name} holds values that are not finite; the file is damaged")
         return StoredBlocks(info.type, self._rows_in_order(name, blocks))
 
     def _rows_in_order(self, name: str, tensor: Tensor) -> Tensor:

@@ -1,20 +1,29 @@
-// Products with weights in blocks of 32 that share a scale: GGUF's Q4_0, Q4_1 and Q8_0, exactly as stored.
+// Products with weights in blocks of 32 that share a scale, as GGUF files store them, every value kept exactly.
 //
-//   weight = d * q + m     q: 4 or 8 bits without sign; d, m: float16 per block and output column
+//   weight = d * (q - zero) + m     q: 4 or 8 bits without sign; d, m: per block and output column
 //
 // Activations are quantized to int8 per row and block of 32 (scale = largest magnitude / 127), products are summed
 // in int32 inside a block (VNNI) and in float32 over blocks:
 //
-//   out[r, c] = sum over blocks of  dx[r] * d[c] * (sum of qx * q - qx_sum * zero)  +  m[c] * dx[r] * qx_sum
+//   out[r, c] = sum over blocks of  dx[r] * d[c] * sum of qx * (q - zero)  +  m[c] * dx[r] * sum of qx
+//
+// Types of the file and the layouts they are repacked to, in bits per weight:
+//
+//   Q4_0             4 bits, d float16, zero 8                   4.5
+//   Q4_1             4 bits, d and m float16                     5
+//   Q8_0             8 bits, d float16, zero 128                 8.5
+//   Q4_K             4 bits, d and m float32                     6
+//   Q5_0 Q5_1 Q5_K   8 bits, d and m float32                    10
+//   Q6_K             8 bits, two d float32 (16 inputs each), zero 32     10
 //
 // A panel is 16 columns; per block of 32 inputs it holds
 //
 //   4 bits   256 bytes: vector i holds input groups 2i (low nibbles) and 2i + 1 (high); a group is 4 inputs of 16 columns
 //   8 bits   512 bytes: one vector of 64 bytes per group
-//   then     d [16] float16, and m [16] float16 where the format has one (Q4_0: zero = 8, Q8_0: zero = 128 instead)
+//   then     d [16], and m or the second d [16] where there is one
 //
-// Quantized rows lie per tile of R rows as blocks { int8 q[R][32]; float d[R]; float sum[R]; int32 qsum[R] }, so that
-// every address inside a tile is one pointer plus a constant.
+// Quantized rows lie per tile of R rows as blocks { int8 q[R][32]; float d[R]; float sum[R]; int32 start[2][R] }, so
+// that every address inside a tile is one pointer plus a constant. start: what the int32 sums begin with, -zero * sum.
 #include "gemm_tiles.h"
 #include "program.h"
 
@@ -25,19 +34,45 @@
 
 namespace {
 
-using tiles::Q4_0, tiles::Q4_1, tiles::Q8_0;
-
 constexpr int BLOCK = 32, COLUMNS = 16, MOST_ROWS = 16;
 constexpr int AHEAD = 4096;  // bytes of weights asked for in advance: hardware follows a stream only within a page
-constexpr size_t ROW_BYTES = BLOCK + 3 * 4;  // quantized: values, scale, scaled sum, sum
+constexpr size_t ROW_BYTES = BLOCK + 4 * 4;  // quantized: values, scale, scaled sum, two starts
 
-constexpr size_t panel_block_bytes(int64_t format) { return format == Q4_0 ? 288 : format == Q4_1 ? 320 : 544; }
-constexpr size_t file_block_bytes(int64_t format) { return format == Q4_0 ? 18 : format == Q4_1 ? 20 : 34; }
+enum Second { NOTHING, MINIMUM, SCALE };
+
+struct Layout {
+    int bits, scale_bytes;
+    Second second;
+    int zero;
+    constexpr int values() const { return bits == 4 ? 256 : 512; }
+    constexpr int block_bytes() const { return values() + COLUMNS * scale_bytes * (second == NOTHING ? 1 : 2); }
+};
+
+constexpr Layout LAYOUTS[] = {{4, 2, NOTHING, 8}, {4, 2, MINIMUM, 0}, {8, 2, NOTHING, 128},
+                              {4, 4, MINIMUM, 0}, {8, 4, MINIMUM, 0}, {8, 4, SCALE, 32}};
+
+// A type of the file: layout, values and bytes of its blocks.
+struct Type {
+    int layout, values, bytes;
+};
+
+Type type_of(int64_t format) {
+    switch (format) {
+        case tiles::Q4_0: return {0, 32, 18};
+        case tiles::Q4_1: return {1, 32, 20};
+        case tiles::Q8_0: return {2, 32, 34};
+        case tiles::Q4_K: return {3, 256, 144};
+        case tiles::Q5_0: return {4, 32, 22};
+        case tiles::Q5_1: return {4, 32, 24};
+        case tiles::Q5_K: return {4, 256, 176};
+        default: return {5, 256, 210};  // Q6_K
+    }
+}
 
 // --- activations ----------------------------------------------------------------------------------
 
 // One row `x[k]` into row `r` of a tile of `rows` rows.
-void quantize_row(const float* x, long blocks, uint8_t* tile, int rows, int r) {
+void quantize_row(const float* x, long blocks, uint8_t* tile, int rows, int r, const Layout& layout) {
     const size_t stride = ROW_BYTES * rows;
     uint8_t* q = tile + size_t(r) * BLOCK;
     float* scales = reinterpret_cast<float*>(tile + size_t(rows) * BLOCK) + r;
@@ -51,19 +86,31 @@ void quantize_row(const float* x, long blocks, uint8_t* tile, int rows, int r) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(a));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtsepi32_epi8(c));
         const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
+        int starts[2] = {-layout.zero * sum, 0};
+        if (layout.second == SCALE) {
+            starts[0] = -layout.zero * _mm512_reduce_add_epi32(a);
+            starts[1] = -layout.zero * sum - starts[0];
+        }
         scales[0] = d;
         scales[rows] = d * float(sum);
-        std::memcpy(&scales[2 * rows], &sum, 4);
+        std::memcpy(&scales[2 * rows], &starts[0], 4);
+        std::memcpy(&scales[3 * rows], &starts[1], 4);
     }
 }
 
 // --- one tile -------------------------------------------------------------------------------------
 
-template <int64_t FORMAT, int R>
+inline __m512 load_scales(const uint8_t* at, int bytes) {
+    if (bytes == 4) return _mm512_loadu_ps(at);
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+template <int L, int R>
 void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias, float* out, long ldo, __mmask16 mask) {
-    constexpr int ZERO = FORMAT == Q4_0 ? 8 : FORMAT == Q8_0 ? 128 : 0;
-    constexpr int VALUES = FORMAT == Q8_0 ? 512 : 256;
-    constexpr int GROUP = R <= 8 ? R : (R + 1) / 2;  // rows whose int32 chains are in flight together
+    constexpr Layout layout = LAYOUTS[L];
+    constexpr int HALVES = layout.second == SCALE ? 2 : 1;  // int32 sums per block
+    constexpr int MOST = HALVES == 2 ? 4 : 8;
+    constexpr int GROUP = (R + (R + MOST - 1) / MOST - 1) / ((R + MOST - 1) / MOST);  // rows whose sums are in flight together
     __m512 acc[R];
     const __m512 start = bias ? _mm512_maskz_loadu_ps(mask, bias) : _mm512_setzero_ps();
 #pragma GCC unroll 16
@@ -71,7 +118,7 @@ void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias
     const __m512i nibble = _mm512_set1_epi8(15);
     for (long b = 0; b < blocks; ++b) {
         __m512i v[8];
-        if constexpr (FORMAT == Q8_0) {
+        if constexpr (layout.bits == 8) {
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) v[i] = _mm512_loadu_si512(w + 64 * i);
         } else {
@@ -82,34 +129,38 @@ void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias
                 v[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
             }
         }
-        const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + VALUES)));
-        __m512 m = _mm512_setzero_ps();
-        if constexpr (FORMAT == Q4_1)
-            m = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + VALUES + 32)));
-        for (int line = 0; line < int(panel_block_bytes(FORMAT)); line += 64)
+        const __m512 d = load_scales(w + layout.values(), layout.scale_bytes);
+        __m512 second = d;
+        if constexpr (layout.second != NOTHING)
+            second = load_scales(w + layout.values() + COLUMNS * layout.scale_bytes, layout.scale_bytes);
+        for (int line = 0; line < layout.block_bytes(); line += 64)
             _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + line, _MM_HINT_T0);
-        w += panel_block_bytes(FORMAT);
+        w += layout.block_bytes();
         const float* scales = reinterpret_cast<const float*>(x + R * BLOCK);
-        const int* sums = reinterpret_cast<const int*>(scales + 2 * R);
+        const int* starts = reinterpret_cast<const int*>(scales + 2 * R);
 #pragma GCC unroll 16
         for (int first = 0; first < R; first += GROUP) {
-            __m512i dot[GROUP];
+            __m512i dot[HALVES][GROUP];
 #pragma GCC unroll 8
             for (int r = 0; r < GROUP; ++r)
-                if (first + r < R)
-                    dot[r] = ZERO ? _mm512_mullo_epi32(_mm512_set1_epi32(-ZERO), _mm512_set1_epi32(sums[first + r])) : _mm512_setzero_si512();
+                if (first + r < R) {
+                    dot[0][r] = layout.zero ? _mm512_set1_epi32(starts[first + r]) : _mm512_setzero_si512();
+                    if constexpr (HALVES == 2) dot[1][r] = _mm512_set1_epi32(starts[R + first + r]);
+                }
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 8
                 for (int r = 0; r < GROUP; ++r)
-                    if (first + r < R) tiles::dot4(dot[r], v[i], x + (first + r) * BLOCK + 4 * i);
+                    if (first + r < R) tiles::dot4(dot[HALVES == 2 ? i / 4 : 0][r], v[i], x + (first + r) * BLOCK + 4 * i);
 #pragma GCC unroll 8
             for (int r = 0; r < GROUP; ++r)
                 if (first + r < R) {
-                    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[r]), _mm512_set1_ps(scales[first + r]));
-                    acc[first + r] = _mm512_fmadd_ps(scaled, d, acc[first + r]);
-                    if constexpr (FORMAT == Q4_1)
-                        acc[first + r] = _mm512_fmadd_ps(m, _mm512_set1_ps(scales[R + first + r]), acc[first + r]);
+                    const __m512 row = _mm512_set1_ps(scales[first + r]);
+                    acc[first + r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[0][r]), row), d, acc[first + r]);
+                    if constexpr (HALVES == 2)
+                        acc[first + r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[1][r]), row), second, acc[first + r]);
+                    if constexpr (layout.second == MINIMUM)
+                        acc[first + r] = _mm512_fmadd_ps(second, _mm512_set1_ps(scales[R + first + r]), acc[first + r]);
                 }
         }
         x += R * ROW_BYTES;
@@ -119,103 +170,163 @@ void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias
 }
 
 using Multiply = void (*)(const uint8_t*, const uint8_t*, long, const float*, float*, long, __mmask16);
+using Kernels = std::array<Multiply, MOST_ROWS>;
 
-template <int64_t FORMAT, size_t... I>
-constexpr std::array<Multiply, MOST_ROWS> table(std::index_sequence<I...>) {
-    return {multiply<FORMAT, int(I) + 1>...};
+template <int L, size_t... I>
+constexpr Kernels kernels_of(std::index_sequence<I...>) {
+    return {multiply<L, int(I) + 1>...};
 }
 
-template <int64_t FORMAT>
-void gemm(const tiles::Weight& w, const tiles::Product& p) {
-    static constexpr auto kernels = table<FORMAT>(std::make_index_sequence<MOST_ROWS>());
-    const tiles::RowTiles rows(p.m, MOST_ROWS);
-    const long blocks = w.k / BLOCK, panels = (w.n + COLUMNS - 1) / COLUMNS;
-    const size_t row_bytes = ROW_BYTES * blocks, panel_bytes = panel_block_bytes(FORMAT) * blocks;
-    uint8_t* quantized = tiles::workspace(row_bytes * p.m);
-    const auto quantize = [&](long first, long last) {
-        for (long tile = 0; tile < rows.count; ++tile) {
-            const long start = rows.start(tile), height = rows.height(tile);
-            for (long r = std::max(first, start); r < std::min(last, start + height); ++r)
-                quantize_row(p.x + r * p.ldx, blocks, quantized + row_bytes * start, int(height), int(r - start));
-        }
-    };
-    const bool together = p.m > 1 && p.m * blocks > 256;  // below that a barrier costs more than it saves
-    if (!together) quantize(0, p.m);
-    tiles::on_threads(p.threads, [&](int thread, int threads) {
-        if (together) {
-            tiles::part(p.m, thread, threads, quantize);
-            tiles::barrier(threads);
-        }
-        tiles::share(panels, panel_bytes, rows, thread, threads, [&](long panel, long tile) {
-            const long column = panel * COLUMNS, start = rows.start(tile);
-            kernels[rows.height(tile) - 1](quantized + row_bytes * start, w.data + panel * panel_bytes, blocks,
-                                           w.bias ? w.bias + column : nullptr, p.out + start * p.ldo + column, p.ldo,
-                                           tiles::columns_mask(w.n - column));
-        });
-    });
+template <size_t... L>
+constexpr std::array<Kernels, sizeof...(L)> all_kernels(std::index_sequence<L...>) {
+    return {kernels_of<int(L)>(std::make_index_sequence<MOST_ROWS>())...};
 }
 
 // --- weights --------------------------------------------------------------------------------------
 
-int nibble_or_byte(const uint8_t* values, int64_t format, int i) {
-    if (format == Q8_0) return values[i] ^ 128;  // int8 + 128
-    return i < 16 ? values[i] & 15 : values[i - 16] >> 4;
+float half_at(const uint8_t* at) {
+    uint16_t bits;
+    std::memcpy(&bits, at, 2);
+    return _cvtsh_ss(bits);
 }
 
-void pack_block(const uint8_t* file, int64_t format, uint8_t* panel, int column) {
-    const size_t scales = format == Q4_1 ? 4 : 2;
-    for (int i = 0; i < BLOCK; ++i) {
-        const int group = i / 4, q = nibble_or_byte(file + scales, format, i);
-        if (format == Q8_0) panel[group * 64 + column * 4 + i % 4] = uint8_t(q);
-        else panel[group / 2 * 64 + column * 4 + i % 4] |= uint8_t(q << (group % 2 * 4));
+// 32 weights of the file: q without sign, and what the layout holds beside them.
+struct Values {
+    uint8_t q[BLOCK];
+    float first, second;
+};
+
+// Block `b` of 32 (inside a block of 256 for the K types) at `file`.
+Values unpack(int64_t format, const uint8_t* file, int b) {
+    Values v{};
+    const auto nibbles = [&](const uint8_t* at, int i) { return i < 16 ? at[i] & 15 : at[i - 16] >> 4; };
+    if (format == tiles::Q8_0) {
+        for (int i = 0; i < BLOCK; ++i) v.q[i] = file[2 + i] ^ 128;  // int8 + 128
+    } else if (format == tiles::Q4_0 || format == tiles::Q4_1) {
+        for (int i = 0; i < BLOCK; ++i) v.q[i] = uint8_t(nibbles(file + (format == tiles::Q4_1 ? 4 : 2), i));
+    } else if (format == tiles::Q5_0 || format == tiles::Q5_1) {
+        const uint8_t* at = file + (format == tiles::Q5_1 ? 4 : 2);
+        uint32_t high;
+        std::memcpy(&high, at, 4);
+        for (int i = 0; i < BLOCK; ++i) v.q[i] = uint8_t(nibbles(at + 4, i) | (high >> i & 1) << 4);
+        v.first = half_at(file);
+        v.second = format == tiles::Q5_1 ? half_at(file + 2) : -16.0f * v.first;
+    } else if (format == tiles::Q4_K || format == tiles::Q5_K) {
+        const uint8_t* s = file + 4;  // eight scales and eight minima of 6 bits in 12 bytes
+        const int scale = b < 4 ? s[b] & 63 : (s[b + 4] & 15) | s[b - 4] >> 6 << 4;
+        const int minimum = b < 4 ? s[b + 4] & 63 : s[b + 4] >> 4 | s[b] >> 6 << 4;
+        const uint8_t* high = file + 16;
+        const uint8_t* low = (format == tiles::Q5_K ? high + 32 : high) + b / 2 * 32;
+        for (int i = 0; i < BLOCK; ++i) {
+            v.q[i] = uint8_t(b % 2 ? low[i] >> 4 : low[i] & 15);
+            if (format == tiles::Q5_K) v.q[i] |= uint8_t((high[i] >> b & 1) << 4);
+        }
+        v.first = half_at(file) * float(scale);
+        v.second = -half_at(file + 2) * float(minimum);
+    } else {  // Q6_K
+        const uint8_t *low = file + b / 4 * 64 + b % 2 * 32, *high = file + 128 + b / 4 * 32;
+        const int8_t* scales = reinterpret_cast<const int8_t*>(file + 192) + 2 * b;
+        for (int i = 0; i < BLOCK; ++i)
+            v.q[i] = uint8_t((b % 4 < 2 ? low[i] & 15 : low[i] >> 4) | (high[i] >> (b % 4 * 2) & 3) << 4);
+        v.first = half_at(file + 208) * float(scales[0]);
+        v.second = half_at(file + 208) * float(scales[1]);
     }
-    const size_t values = format == Q8_0 ? 512 : 256;
-    std::memcpy(panel + values + 2 * column, file, 2);
-    if (format == Q4_1) std::memcpy(panel + values + 32 + 2 * column, file + 2, 2);
+    return v;
+}
+
+void pack_block(int64_t format, const uint8_t* file, int b, uint8_t* panel, int column) {
+    const Layout& layout = LAYOUTS[type_of(format).layout];
+    const Values v = unpack(format, file, b);
+    for (int i = 0; i < BLOCK; ++i) {
+        const int group = i / 4;
+        if (layout.bits == 8) panel[group * 64 + column * 4 + i % 4] = v.q[i];
+        else panel[group / 2 * 64 + column * 4 + i % 4] |= uint8_t(v.q[i] << (group % 2 * 4));
+    }
+    uint8_t* scales = panel + layout.values() + column * layout.scale_bytes;
+    if (layout.scale_bytes == 2) {  // as in the file
+        std::memcpy(scales, file, 2);
+        if (layout.second == MINIMUM) std::memcpy(scales + COLUMNS * 2, file + 2, 2);
+    } else {
+        std::memcpy(scales, &v.first, 4);
+        std::memcpy(scales + COLUMNS * 4, &v.second, 4);
+    }
 }
 
 }  // namespace
 
 void tiles::multiply_blocks(const Weight& w, const Product& p) {
-    (w.format == Q4_0 ? gemm<Q4_0> : w.format == Q4_1 ? gemm<Q4_1> : gemm<Q8_0>)(w, p);
+    static constexpr auto all = all_kernels(std::make_index_sequence<std::size(LAYOUTS)>());
+    const int number = type_of(w.format).layout;
+    const Layout& layout = LAYOUTS[number];
+    const Kernels& kernels = all[number];
+    const RowTiles rows(p.m, MOST_ROWS);
+    const long blocks = w.k / BLOCK, panels = (w.n + COLUMNS - 1) / COLUMNS;
+    const size_t row_bytes = ROW_BYTES * blocks, panel_bytes = size_t(layout.block_bytes()) * blocks;
+    uint8_t* quantized = workspace(row_bytes * p.m);
+    const auto quantize = [&](long first, long last) {
+        for (long tile = 0; tile < rows.count; ++tile) {
+            const long start = rows.start(tile), height = rows.height(tile);
+            for (long r = std::max(first, start); r < std::min(last, start + height); ++r)
+                quantize_row(p.x + r * p.ldx, blocks, quantized + row_bytes * start, int(height), int(r - start), layout);
+        }
+    };
+    const bool together = p.m > 1 && p.m * blocks > 256;  // below that a barrier costs more than it saves
+    if (!together) quantize(0, p.m);
+    on_threads(p.threads, [&](int thread, int threads) {
+        if (together) {
+            part(p.m, thread, threads, quantize);
+            barrier(threads);
+        }
+        share(panels, panel_bytes, rows, thread, threads, [&](long panel, long tile) {
+            const long column = panel * COLUMNS, start = rows.start(tile);
+            kernels[rows.height(tile) - 1](quantized + row_bytes * start, w.data + panel * panel_bytes, blocks,
+                                           w.bias ? w.bias + column : nullptr, p.out + start * p.ldo + column, p.ldo,
+                                           columns_mask(w.n - column));
+        });
+    });
 }
 
 extern "C" {
 
 int64_t tw_blocks_bytes(int64_t format, int64_t n, int64_t k) {
-    return (n + COLUMNS - 1) / COLUMNS * (k / BLOCK) * int64_t(panel_block_bytes(format));
+    return (n + COLUMNS - 1) / COLUMNS * (k / BLOCK) * LAYOUTS[type_of(format).layout].block_bytes();
 }
 
-// `file` [n, k / 32 blocks] as a GGUF file holds it, into `packed` (64-byte aligned, zeroed).
+// `file` [n, blocks of k inputs] as a GGUF file holds it, into `packed` (64-byte aligned, zeroed).
 void tw_blocks_pack(int64_t format, const uint8_t* file, int64_t n, int64_t k, uint8_t* packed, int threads) {
-    const long blocks = k / BLOCK, panels = (n + COLUMNS - 1) / COLUMNS;
+    const Type type = type_of(format);
+    const long blocks = k / BLOCK, panels = (n + COLUMNS - 1) / COLUMNS, inside = type.values / BLOCK;
+    const size_t block_bytes = LAYOUTS[type.layout].block_bytes();
     tiles::on_threads(threads, [&](int thread, int count) {
-        for (long panel = panels * thread / count; panel < panels * (thread + 1) / count; ++panel)
-            for (long c = panel * COLUMNS; c < std::min<long>(n, (panel + 1) * COLUMNS); ++c)
+        tiles::part(panels, thread, count, [&](long first, long last) {
+            for (long c = first * COLUMNS; c < std::min<long>(n, last * COLUMNS); ++c)
                 for (long b = 0; b < blocks; ++b)
-                    pack_block(file + (c * blocks + b) * file_block_bytes(format), format,
-                               packed + (panel * blocks + b) * panel_block_bytes(format), int(c % COLUMNS));
+                    pack_block(format, file + (c * blocks + b) / inside * type.bytes, int(b % inside),
+                               packed + (c / COLUMNS * blocks + b) * block_bytes, int(c % COLUMNS));
+        });
     });
 }
 
 // Rows `ids` of the packed weight as float32, `out` [count, k].
 void tw_blocks_rows(int64_t format, const uint8_t* packed, int64_t k, const int64_t* ids, int64_t count, float* out) {
+    const Layout& layout = LAYOUTS[type_of(format).layout];
     const long blocks = k / BLOCK;
-    const size_t values = format == Q8_0 ? 512 : 256;
-    for (long i = 0; i < count; ++i, out += k) {
-        const int column = int(ids[i] % COLUMNS);
-        const uint8_t* panel = packed + ids[i] / COLUMNS * blocks * panel_block_bytes(format);
-        for (long b = 0; b < blocks; ++b, panel += panel_block_bytes(format)) {
-            uint16_t half[2] = {0, 0};
-            std::memcpy(&half[0], panel + values + 2 * column, 2);
-            if (format == Q4_1) std::memcpy(&half[1], panel + values + 32 + 2 * column, 2);
-            const float d = _cvtsh_ss(half[0]), m = format == Q4_1 ? _cvtsh_ss(half[1]) : 0.0f;
-            const int zero = format == Q4_0 ? 8 : format == Q8_0 ? 128 : 0;
-            for (int j = 0; j < BLOCK; ++j) {
-                const int group = j / 4;
-                const int q = format == Q8_0 ? panel[group * 64 + column * 4 + j % 4]
-                                             : (panel[group / 2 * 64 + column * 4 + j % 4] >> (group % 2 * 4)) & 15;
-                out[b * BLOCK + j] = d * float(q - zero) + m;
+    for (int64_t row = 0; row < count; ++row) {
+        const int column = int(ids[row] % COLUMNS);
+        const uint8_t* panel = packed + ids[row] / COLUMNS * blocks * layout.block_bytes();
+        for (long b = 0; b < blocks; ++b, panel += layout.block_bytes()) {
+            float scales[2] = {0, 0};
+            const uint8_t* at = panel + layout.values() + column * layout.scale_bytes;
+            for (int s = 0; s < (layout.second == NOTHING ? 1 : 2); ++s, at += COLUMNS * layout.scale_bytes) {
+                if (layout.scale_bytes == 2) scales[s] = half_at(at);
+                else std::memcpy(&scales[s], at, 4);
+            }
+            const float m = layout.second == MINIMUM ? scales[1] : 0.0f;
+            for (int i = 0; i < BLOCK; ++i) {
+                const int group = i / 4;
+                const int q = layout.bits == 8 ? panel[group * 64 + column * 4 + i % 4]
+                                               : panel[group / 2 * 64 + column * 4 + i % 4] >> (group % 2 * 4) & 15;
+                *out++ = scales[layout.second == SCALE ? i / 16 : 0] * float(q - layout.zero) + m;
             }
         }
     }

@@ -6,6 +6,7 @@
 // A panel is 32 columns; per group of 4 inputs it holds two vectors of 16 columns x 4 inputs. Inputs past k are 0.
 // Quantized rows of a tile lie per group side by side, int8 [k / 4][R][4], then { float d[R]; int32 start[R] }.
 #include "gemm_tiles.h"
+#include "program.h"
 
 #ifdef TW_GEMM
 
@@ -140,5 +141,7 @@ void tw_int8_rows(const uint8_t* packed, const float* scale, int64_t k, const in
 }
 
 }  // extern "C"
+
+TW_RECORDABLE(tw_int8_rows)
 
 #endif

@@ -33,7 +33,7 @@ struct Weight {
     const float* bias;   // [n] or null
 };
 
-enum Format : int64_t { Q4_0 = 0, Q4_1 = 1, Q8_0 = 2, BF16 = 3, INT8 = 4 };
+enum Format : int64_t { Q4_0 = 0, Q4_1 = 1, Q8_0 = 2, BF16 = 3, INT8 = 4, Q4_K = 5, Q5_0 = 6, Q5_1 = 7, Q5_K = 8, Q6_K = 9 };
 
 // out [m, n] = x [m, k] * w^T + bias; rows of x and out lie `ldx` and `ldo` floats apart.
 struct Product {

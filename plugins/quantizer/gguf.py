@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twinfer.core.dtypes import dtype_bits
-from twinfer.core.gguf_header import TYPES
 from twinfer.core.technique import Needs, Technique
 from twinfer.core.work import Op
 from twinfer.plugins.quantizer.served import engine_reasons
@@ -20,14 +19,16 @@ if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
     from twinfer.core.work import StepShape
 
-PACKED_TYPES = ("Q4_0", "Q4_1", "Q8_0")  # those the kernels take: BLOCK_FORMATS of kernels/gemm.py
-BITS = {name: nbytes * 8 / values for name, values, nbytes in TYPES.values()}
+HELD_BITS = {
+    "Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5, "Q4_K": 6.0, "Q5_0": 10.0, "Q5_1": 10.0, "Q5_K": 10.0, "Q6_K": 10.0,
+}  # fmt: skip
+"""Bits per weight, scales included, of the types that the kernels take (`kernels/native/gemm_blocks.cpp`)."""
 
 
 class GGUF(Technique):
     name = "gguf"
-    summary = "The blocks of a GGUF file as they are stored (Q4_0, Q4_1, Q8_0), activations in int8 per block of 32"
-    reference = "GGUF block formats (ggml-common.h); Dettmers et al. (arXiv:2208.07339) for int8 products"
+    summary = "The blocks of a GGUF file as they are, multiplied in int8: activations are rounded per block of 32"
+    reference = "GGUF block formats (ggml-common.h)"
 
     @classmethod
     def why_not(cls, needs: Needs) -> list[str]:
@@ -42,7 +43,7 @@ class GGUF(Technique):
             model,
             weight_bits=_bits(linears, model.dtype),
             other_weight_bits=_bits(_stored(model, "stored_others"), model.dtype),
-            linear_dtype="int8" if any(kind in PACKED_TYPES for kind in linears) else "",
+            linear_dtype="int8" if any(kind in HELD_BITS for kind in linears) else "",
         )
 
     def adapt_ops(self, ops: Sequence[Op], model: ModelSpec, shape: StepShape) -> Sequence[Op]:
@@ -61,9 +62,9 @@ def _stored(model: ModelSpec, key: str) -> Mapping[str, int]:
 
 
 def _bits(values: Mapping[str, int], dtype: str) -> float:
-    """Average bits of what the engine holds: packed types as stored, all others as `dtype`."""
+    """Average bits of what the engine holds: types without a kernel as `dtype`."""
     total = sum(values.values())
     wide = float(dtype_bits(dtype))
     if not total:
         return wide
-    return sum((BITS[kind] if kind in PACKED_TYPES else wide) * count for kind, count in values.items()) / total
+    return sum(HELD_BITS.get(kind, wide) * count for kind, count in values.items()) / total

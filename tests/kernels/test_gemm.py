@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
@@ -37,24 +37,35 @@ def _inputs(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.randn(n, k, generator=generator) * 0.05, torch.randn(n, generator=generator)
 
 
-def _blocks(kind: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks as in a file, the values they stand for in float64)."""
+def _blocks(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """(blocks of random bytes as in a file, [n, k] the values they stand for in float64); k in whole blocks."""
     ggml = GGMLQuantizationType[kind]
-    data = quantize(weight.numpy(), ggml)
-    values = torch.from_numpy(dequantize(data, ggml).astype(np.float64))
-    n, k = weight.shape
-    return torch.from_numpy(data).view(n, k // 32, -1), values
+    values, width = GGML_QUANT_SIZES[ggml]
+    generator = np.random.default_rng(n + k)
+    data = generator.integers(0, 256, (n, k // values, width), dtype=np.uint8)
+    scales = generator.uniform(-0.01, 0.02, (n, k // values, 2)).astype(np.float16)
+    if kind == "Q6_K":
+        data[..., 208:] = scales[..., :1].copy().view(np.uint8)
+    else:
+        both = 4 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
+        data[..., :both] = scales[..., : both // 2].copy().view(np.uint8)
+    dense = dequantize(data.reshape(n, -1), ggml).astype(np.float64)
+    return torch.from_numpy(data), torch.from_numpy(dense)
 
 
 @pytest.mark.parametrize("kind", sorted(gemm.BLOCK_FORMATS))
 @pytest.mark.parametrize("m,n,k", SHAPES)
 def test_blocks(kind: str, m: int, n: int, k: int) -> None:
-    x, weight, bias = _inputs(m, n, k)
-    data, values = _blocks(kind, weight)
+    if kind.endswith("_K"):
+        k = -(-k // 256) * 256
+    x, _, bias = _inputs(m, n, k)
+    data, values = _blocks(kind, n, k)
     packed = gemm.pack_blocks(kind, data, gemm.Arena())
-    assert _error(packed(x), gemm.blocks_reference(x.double(), values)) < FLOAT32
+    terms = x.abs().double() @ values.abs().T  # what the sums are made of: they may cancel
+    assert ((packed(x) - gemm.blocks_reference(x.double(), values)).abs() <= FLOAT32 * terms).all()
     biased = gemm.pack_blocks(kind, data, gemm.Arena(), bias)
-    assert _error(biased(x), gemm.blocks_reference(x.double(), values, bias)) < FLOAT32
+    terms = terms + bias.abs()
+    assert ((biased(x) - gemm.blocks_reference(x.double(), values, bias)).abs() <= FLOAT32 * terms).all()
     # an activation moves by half a step of largest / 127 of its block at most
     error = (packed(x) - torch.nn.functional.linear(x.double(), values)).abs()
     half_step = x.double().view(m, -1, 32).abs().amax(-1) / 254.0
@@ -64,8 +75,7 @@ def test_blocks(kind: str, m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("kind", sorted(gemm.BLOCK_FORMATS))
 def test_rows_give_the_blocks_back(kind: str) -> None:
-    _, weight, _ = _inputs(1, 37, 96)
-    data, values = _blocks(kind, weight)
+    data, values = _blocks(kind, 37, 512)
     ids = torch.tensor([36, 0, 15, 16, 0])
     assert torch.equal(gemm.pack_blocks(kind, data, gemm.Arena()).rows(ids), values[ids].float())
 
@@ -132,7 +142,8 @@ def _pack(pack: str, weight: Tensor) -> gemm.Packed:
         return gemm.pack_bf16(weight, gemm.Arena())
     if pack == "int8":
         return gemm.pack_int8(weight, gemm.Arena())
-    return gemm.pack_blocks(pack, _blocks(pack, weight)[0], gemm.Arena())
+    data = quantize(weight.numpy(), GGMLQuantizationType[pack])
+    return gemm.pack_blocks(pack, torch.from_numpy(data).view(len(weight), weight.shape[1] // 32, -1), gemm.Arena())
 
 
 def test_arena_hands_out_separate_zeroed_lines() -> None:

@@ -17,16 +17,16 @@ from twinfer.core.registry import Registry
 from twinfer.core.runtime.attention_torch import attention_of
 from twinfer.core.runtime.batch import PackedRow, pack
 from twinfer.core.runtime.families import load_model
-from twinfer.core.runtime.gguf_weights import GGUFWeights
+from twinfer.core.runtime.gguf_weights import _SCALES, GGUFWeights
 from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.runtime.linear import Dense, LinearFactory, TokenTable, fused
 from twinfer.core.runtime.loading import load_engine
 from twinfer.core.runtime.parallel import Parallel
 from twinfer.core.runtime.profile import silent
 from twinfer.core.runtime.quantized_linear import BF16Linears, GGUFLinears, Int8Linears
-from twinfer.core.runtime.stored_blocks import Stacked, StoredBlocks
+from twinfer.core.runtime.stored_blocks import VALUES_PER_BLOCK, Stacked, StoredBlocks
 from twinfer.kernels import gemm, native
-from twinfer.plugins.quantizer.gguf import PACKED_TYPES
+from twinfer.plugins.quantizer.gguf import HELD_BITS
 
 FACTORIES = (GGUFLinears, BF16Linears, Int8Linears)
 
@@ -44,8 +44,13 @@ def close(found: Tensor, wanted: Tensor, relative: float) -> bool:
     return bool((found - wanted).norm() <= relative * wanted.norm())
 
 
-def test_plugin_names_the_types_the_kernels_take() -> None:
-    assert set(PACKED_TYPES) == set(gemm.BLOCK_FORMATS)
+def test_plugin_counts_what_the_kernels_hold() -> None:
+    assert set(HELD_BITS) == set(gemm.BLOCK_FORMATS)
+    if gemm.why_not():
+        pytest.skip(gemm.why_not())
+    for kind, bits in HELD_BITS.items():
+        data = torch.zeros(32, 512 // VALUES_PER_BLOCK[kind], gemm._BLOCKS_OF_FILE[kind][1], dtype=torch.uint8)
+        assert gemm.pack_blocks(kind, data, gemm.Arena()).nbytes * 8 == bits * 32 * 512
 
 
 def test_blocks_are_cut_and_joined_like_the_tensor() -> None:
@@ -67,7 +72,9 @@ def test_blocks_are_cut_and_joined_like_the_tensor() -> None:
     assert isinstance(mixed, Stacked) and torch.equal(mixed.dense()[:24], values)
 
 
-@pytest.mark.parametrize("kinds", [("Q4_1",), ("Q4_0", "Q8_0"), ("Q5_0",), ("Q4_1", "Q5_1")])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_1",), ("Q4_0", "Q8_0"), ("Q5_0",), ("Q4_1", "Q5_1"), ("MXFP4",), ("MXFP4", "Q4_0")]
+)
 def test_gguf_linears_multiply_every_type(kinds: tuple[str, ...]) -> None:
     parts = [blocks(10 + 7 * i, 64, kind, i) for i, kind in enumerate(kinds)]
     values = torch.cat([part.dense() for part in parts])
@@ -114,6 +121,7 @@ def test_blocks_of_the_file_are_its_weights(smollm2_gguf: Path) -> None:
         assert found is not None and found.kind == "Q4_1"
         assert torch.equal(found.dense(), source.get(full))
     assert source.blocks("model.norm.weight") is None
+    assert set(_SCALES) == set(gemm.BLOCK_FORMATS)
 
 
 def _losses(path: Path, linear: LinearFactory | None, tokens: list[int]) -> Tensor:
