@@ -343,7 +343,7 @@ def memory_answer(
 ) -> dict[str, Any]:  # fmt: skip
     """Memory of one rank as JSON data, in bytes; each of `equations` evaluates to the number of its name.
 
-    kv_bytes: of `batch` sequences of `context` tokens, without block rounding.  total_bytes: weights, those and
+    kv_bytes: of `batch` sequences of `context` tokens, without block rounding; what has left a window is not there.  total_bytes: weights, those and
     the activations.  With a device: whether one sequence fits, and the pool the engine would have there.
     """
     from twinfer.cli.flags import make_config
@@ -355,7 +355,7 @@ def memory_answer(
     from twinfer.core.memory import activation_bytes, budget_on
     from twinfer.core.policy import Limits
     from twinfer.core.registry import OPTION_OF_KIND
-    from twinfer.core.setup import adapt_model
+    from twinfer.core.setup import adapt_model, groups_of
     from twinfer.core.technique import Needs
 
     if batch < 1:
@@ -380,15 +380,21 @@ def memory_answer(
     )
     cache = session.registry.build("kv_cache", config.kv_cache)
     block_size = cache.block_size(Limits(max_model_len=max(2, context)))
+    groups = groups_of(spec, cache)
     per_token, weights = spec.kv_bytes_per_token(tp=tp), int(spec.weight_bytes(tp))
+    kv_bytes, equation = batch * context * per_token, f"{batch} * {context} * {per_token!r}"
+    if any(group.window is not None for group in groups):
+        terms = [(len(group.layers), min(context, group.window or context)) for group in groups]
+        per_layer = spec.kv_bytes_per_token_layer(tp=tp)
+        kv_bytes = batch * sum(layers * tokens for layers, tokens in terms) * per_layer
+        equation = f"{batch} * ({' + '.join(f'{layers} * {tokens}' for layers, tokens in terms)}) * {per_layer!r}"
     activations = activation_bytes(spec, config.max_num_batched_tokens, config.max_num_seqs, tp)
     answer: dict[str, Any] = {
         "model": spec.name, "attention": spec.variant, "dtype": spec.dtype, "kv_dtype": spec.kv_dtype, "tp": tp,
-        "context": context, "batch": batch, "kv_bytes_per_token": per_token, "kv_bytes": batch * context * per_token,
-        "weight_bytes": weights, "activation_bytes": activations,
-        "total_bytes": weights + batch * context * per_token + activations,
+        "context": context, "batch": batch, "kv_bytes_per_token": per_token, "kv_bytes": kv_bytes,
+        "weight_bytes": weights, "activation_bytes": activations, "total_bytes": weights + kv_bytes + activations,
     }  # fmt: skip
-    equations = {"kv_bytes": f"{batch} * {context} * {per_token!r}"}
+    equations = {"kv_bytes": equation}
     if device is not None:
         on = load_device(device, session.registry)
         answer |= {
@@ -400,7 +406,7 @@ def memory_answer(
         try:
             room = budget_on(
                 spec, on, config.model_copy(update={"max_model_len": max(2, context)}), block_size=block_size,
-                expected_lengths=(context,),
+                groups=groups, expected_lengths=(context,),
             )  # fmt: skip
         except ConfigError as error:
             if error.option not in ("--model", "--max-model-len"):

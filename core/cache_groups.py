@@ -17,7 +17,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MOST_GROUPS = 8
@@ -49,6 +50,48 @@ def cache_groups(windows: Sequence[int | None], max_context: int | None = None) 
 def layers_per_page(groups: Sequence[CacheGroup]) -> int:
     """Layers that a page has room for."""
     return max(len(group.layers) for group in groups)
+
+
+class Paging(NamedTuple):
+    """How many pages sequences take: `block_size` tokens x the layers of a group each."""
+
+    block_size: int
+    groups: tuple[CacheGroup, ...]
+
+    @property
+    def share(self) -> float:
+        """Part of what a token adds to all layers that it adds to one page."""
+        return layers_per_page(self.groups) / sum(len(group.layers) for group in self.groups)
+
+    def pages(self, length: int) -> int:
+        """Pages of one sequence of `length` tokens that decodes: all of it, or the most that a window takes."""
+        return sum(count * pages for count, pages in self._terms(length))
+
+    def pages_of(self, lengths: Iterable[int]) -> int:
+        return sum(self.pages(length) for length in lengths)
+
+    def longest(self, num_pages: int, most: int) -> int:
+        """Tokens of the longest sequence, up to `most`, that fits in `num_pages`."""
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            return min(most, num_pages * self.block_size)
+        return bisect_right(range(1, most + 1), num_pages, key=self.pages)
+
+    def equation(self, length: int) -> str:
+        """Arithmetic of `pages(length)`: groups x pages of each, by window."""
+        terms = [f"{count} * {pages}" if count > 1 else f"{pages}" for count, pages in self._terms(length)]
+        return " + ".join(terms) if len(terms) == 1 else f"({' + '.join(terms)})"
+
+    def _terms(self, length: int) -> list[tuple[int, int]]:
+        """(groups, pages of each) by window."""
+        whole = -(-length // self.block_size)
+        counts: dict[int | None, int] = {}
+        for group in self.groups:
+            counts[group.window] = counts.get(group.window, 0) + 1
+        # wherever blocks begin, `window` tokens in a row lie in no more than this many
+        return [
+            (n, whole if window is None else min(whole, (window + self.block_size - 2) // self.block_size + 1))
+            for window, n in counts.items()
+        ]
 
 
 def one_group(num_layers: int) -> tuple[CacheGroup, ...]:

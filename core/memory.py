@@ -10,7 +10,7 @@ Invariants
 * Numbers are bytes of *one* tensor-parallel rank. KV heads are split over ranks and replicated once ranks
   outnumber them.
 * Every number that is shown has an equation in `equations` that evaluates to it.
-* Every layer keeps every token: no cache here frees what has left a sliding window.
+* Without `groups` every layer keeps every token; with them, sequences hold what `Paging.pages` says.
 * Concurrency is given twice and never mixed: all requests at `max_model_len`, and at expected lengths.
 * What does not fit is a ConfigError with the changes that would make it fit, cheapest first, each computed.
 """
@@ -21,17 +21,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from twinfer.core.cache_groups import CacheGroup, Paging, one_group
 from twinfer.core.config import EngineConfig
 from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.errors import ConfigError
 from twinfer.core.memory_fixes import Fix, does_not_fit, fixes_for
-from twinfer.core.memory_parts import Sizes, activation_bytes, blocks_for, gib, sizes_of
+from twinfer.core.memory_parts import Sizes, activation_bytes, gib, sizes_of
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
 
-__all__ = ["Fix", "MemoryBudget", "activation_bytes", "blocks_for", "budget_on", "fixes_for", "memory_budget"]
+__all__ = ["Fix", "MemoryBudget", "activation_bytes", "budget_on", "fixes_for", "memory_budget"]
 
 SHORTEST_CONTEXT = 2048  # tokens that a suggested change must make room for when no length was asked for
 
@@ -57,6 +58,7 @@ class MemoryBudget:
     kv_bytes_per_token: float
     kv_heads_per_rank: int
     block_size: int
+    groups: tuple[CacheGroup, ...]
     bytes_per_block: float
     num_blocks: int
     max_model_len: int
@@ -77,8 +79,8 @@ class MemoryBudget:
 
     @property
     def kv_tokens(self) -> int:
-        """Token slots of the pool."""
-        return self.num_blocks * self.block_size
+        """Tokens that the pool holds of sequences that have not outgrown any window."""
+        return self.num_blocks * self.block_size // len(self.groups)
 
     @property
     def equation(self) -> str:
@@ -100,6 +102,7 @@ def memory_budget(
     config: EngineConfig,
     *,
     block_size: int = 16,
+    groups: Sequence[CacheGroup] = (),
     runtime_bytes: int = 0,
     graph_bytes: int = 0,
     expected_lengths: Sequence[int] = (),
@@ -107,7 +110,7 @@ def memory_budget(
 ) -> MemoryBudget:
     """Budget of one rank of `config.tp`, for a spec that techniques have already adapted.
 
-    block_size: tokens per KV block.  runtime_bytes, graph_bytes: of the device (`DeviceSpec`).
+    block_size: tokens per KV block.  groups: cache groups of the layers, none for one of all.  runtime_bytes, graph_bytes: of the device (`DeviceSpec`).
     expected_lengths: prompt plus output tokens of typical requests.  max_request_tokens: the longest request,
     when known; without `max_model_len` the context is the least of it, the model's and what the pool holds.
     Raises ConfigError when the pool would be smaller than one request, or a pinned size cannot exist.
@@ -115,11 +118,12 @@ def memory_budget(
     # a quantizer may have chosen the KV format; without one, an unadapted spec is fine too
     spec = spec.with_dtypes(config.dtype, "auto" if config.quantizer else config.kv_dtype)
     _check_tp(spec, config.tp)
-    sizes = sizes_of(spec, config, device_memory_bytes, runtime_bytes, graph_bytes)
+    paging = Paging(block_size, tuple(groups or one_group(spec.num_layers)))
+    sizes = sizes_of(spec, config, device_memory_bytes, runtime_bytes, graph_bytes, paging)
     reasons: dict[str, str] = {}
-    per_block = block_size * sizes.per_token
+    per_block = block_size * sizes.per_slot
     available, num_blocks = _pool(config, sizes, per_block, block_size, device_memory_bytes, reasons)
-    slots = num_blocks * block_size
+    slots = paging.longest(num_blocks, max(spec.max_context, config.max_model_len or 0))
     wanted = config.max_model_len
     if wanted is None:
         wanted = spec.max_context
@@ -135,24 +139,20 @@ def memory_budget(
     if num_blocks < 1 or slots < wanted:
         if config.max_model_len is None and max_request_tokens is None:
             wanted = min(spec.max_context, SHORTEST_CONTEXT)
-        raise does_not_fit(
-            spec, config, sizes, device_memory_bytes, runtime_bytes, graph_bytes, block_size, slots, wanted
-        )
-    per_request = blocks_for([wanted], block_size)
-    expected = (
-        num_blocks * len(expected_lengths) / blocks_for(expected_lengths, block_size) if expected_lengths else None
-    )
+        raise does_not_fit(spec, config, sizes, device_memory_bytes, runtime_bytes, graph_bytes, paging, slots, wanted)
+    per_request = paging.pages(wanted)
+    expected = num_blocks * len(expected_lengths) / paging.pages_of(expected_lengths) if expected_lengths else None
     equations = _equations(spec, config, sizes, device_memory_bytes, block_size)
-    equations["worst_case_concurrency"] = f"{num_blocks} / {per_request}"
+    equations["worst_case_concurrency"] = f"{num_blocks} / {paging.equation(wanted)}"
     if expected is not None:
         equations["expected_concurrency"] = (
-            f"{num_blocks} * {len(expected_lengths)} / {blocks_for(expected_lengths, block_size)}"
+            f"{num_blocks} * {len(expected_lengths)} / {paging.pages_of(expected_lengths)}"
         )
     return MemoryBudget(
         device_memory_bytes=device_memory_bytes, memory_fraction=config.memory_fraction, weight_bytes=sizes.weights,
         activation_bytes=sizes.activations, runtime_bytes=runtime_bytes, graph_bytes=graph_bytes, kv_bytes=available,
         kv_dtype=spec.kv_dtype, kv_bytes_per_token=sizes.per_token, kv_heads_per_rank=spec.kv_heads_per_rank(config.tp),
-        block_size=block_size, bytes_per_block=per_block, num_blocks=num_blocks, max_model_len=wanted,
+        block_size=block_size, groups=paging.groups, bytes_per_block=per_block, num_blocks=num_blocks, max_model_len=wanted,
         worst_case_concurrency=num_blocks / per_request, expected_concurrency=expected, tp=config.tp,
         equations=equations, reasons=reasons,
     )  # fmt: skip
@@ -164,13 +164,14 @@ def budget_on(
     config: EngineConfig,
     *,
     block_size: int = 16,
+    groups: Sequence[CacheGroup] = (),
     expected_lengths: Sequence[int] = (),
     max_request_tokens: int | None = None,
 ) -> MemoryBudget:
     """`memory_budget` on a device: the memory a process can have there, its runtime and graphs."""
     return memory_budget(
-        spec, device.usable_bytes, config, block_size=block_size, runtime_bytes=device.runtime_bytes,
-        graph_bytes=device.graph_bytes, expected_lengths=expected_lengths, max_request_tokens=max_request_tokens,
+        spec, device.usable_bytes, config, block_size=block_size, groups=groups,
+        runtime_bytes=device.runtime_bytes, graph_bytes=device.graph_bytes, expected_lengths=expected_lengths, max_request_tokens=max_request_tokens,
     )  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def _pool(
         return float(config.kv_memory_bytes), int(config.kv_memory_bytes // per_block)
     left = max(0.0, sizes.left)
     blocks = int(left // per_block)
-    reasons["num_kv_blocks"] = f"{blocks}: {gib(left)} left for KV / ({block_size} tokens x {sizes.per_token:g} B)"
+    reasons["num_kv_blocks"] = f"{blocks}: {gib(left)} left for KV / ({block_size} tokens x {sizes.per_slot:g} B)"
     return left, blocks
 
 
@@ -227,10 +228,10 @@ def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int,
     blocks = (
         f"{config.num_kv_blocks}"
         if config.num_kv_blocks is not None
-        else f"int({config.kv_memory_bytes} // ({block_size} * {sizes.per_token!r}))"
+        else f"int({config.kv_memory_bytes} // ({block_size} * {sizes.per_slot!r}))"
         if config.kv_memory_bytes is not None
         else f"int(max(0, {memory} * {config.memory_fraction!r} - {sizes.weights} - {sizes.activations} - {sizes.fixed})"
-        f" // ({block_size} * {sizes.per_token!r}))"
+        f" // ({block_size} * {sizes.per_slot!r}))"
     )
     return {
         "kv_bytes_per_token": f"{spec.num_layers} * ({values}{scales})",
@@ -238,6 +239,6 @@ def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int,
             f"int(({spec.rank_block_params(config.tp)!r} * {spec.block_bits!r}"
             f" + ({tables} + {norms}) * {spec.other_bits!r}) / 8)"
         ),
-        "bytes_per_block": f"{block_size} * {sizes.per_token!r}",
+        "bytes_per_block": f"{block_size} * {sizes.per_slot!r}",
         "num_blocks": blocks,
     }

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from twinfer.core.cache_groups import Paging, one_group
 from twinfer.core.config import EngineConfig
 from twinfer.core.dtypes import dtype_bits
 from twinfer.core.errors import ConfigError
-from twinfer.core.memory_parts import Sizes, blocks_for, gib, sizes_of
+from twinfer.core.memory_parts import Sizes, gib, sizes_of
 from twinfer.core.spec import ModelSpec
 
 INT4_BITS = 4 + 16 / 128  # a float16 scale per 128 weights
@@ -30,27 +31,25 @@ class Fix:
 
 
 def does_not_fit(
-    spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int, runtime: int, graphs: int, block_size: int,
+    spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int, runtime: int, graphs: int, paging: Paging,
     slots: int, wanted: int,
 ) -> ConfigError:  # fmt: skip
     """The error for a pool of `slots` tokens that cannot hold one request of `wanted` tokens, with what would help."""
-    request = (
-        f"one request of {wanted} tokens needs {gib(blocks_for([wanted], block_size) * block_size * sizes.per_token)}"
-    )
+    pages = paging.pages(wanted)
+    size = pages * paging.block_size * sizes.per_slot
+    request = f"one request of {wanted} tokens needs {gib(size)}"
     if config.num_kv_blocks is not None:
         return ConfigError(
             "--num-kv-blocks", config.num_kv_blocks, f"the pool holds {slots} tokens and {request}",
-            f"use at least {blocks_for([wanted], block_size)} or --max-model-len {max(slots, 2)}",
+            f"use at least {pages} or --max-model-len {max(slots, 2)}",
         )  # fmt: skip
     if config.kv_memory_bytes is not None:
-        least = int(-(-(blocks_for([wanted], block_size) * block_size * sizes.per_token) // 1))
+        least = int(-(-size // 1))
         return ConfigError(
             "--kv-memory-bytes", config.kv_memory_bytes, f"the pool holds {slots} tokens and {request}",
             f"use at least {least}" + (f" or --max-model-len {slots}" if slots >= 2 else ""),
         )  # fmt: skip
-    fixes = fixes_for(
-        spec, config, memory, runtime_bytes=runtime, graph_bytes=graphs, block_size=block_size, wanted=wanted
-    )
+    fixes = fixes_for(spec, config, memory, runtime_bytes=runtime, graph_bytes=graphs, paging=paging, wanted=wanted)
     taken = (
         f"weights take {gib(sizes.weights)}, activations {gib(sizes.activations)}, runtime and graphs "
         f"{gib(sizes.fixed)} of {gib(memory * config.memory_fraction)}"
@@ -70,15 +69,17 @@ def fixes_for(
     *,
     runtime_bytes: int = 0,
     graph_bytes: int = 0,
-    block_size: int = 16,
+    paging: Paging | None = None,
     wanted: int | None = None,
 ) -> list[Fix]:
     """Single changes with which one request of `wanted` tokens fits, cheapest first; each is computed, none assumed."""
     wanted = wanted or config.max_model_len or spec.max_context
+    paged = paging or Paging(16, one_group(spec.num_layers))
 
     def slots(s: ModelSpec, c: EngineConfig) -> int:
-        sizes = sizes_of(s, c, device_memory_bytes, runtime_bytes, graph_bytes)
-        return int(max(0.0, sizes.left) // (block_size * sizes.per_token)) * block_size
+        sizes = sizes_of(s, c, device_memory_bytes, runtime_bytes, graph_bytes, paged)
+        pages = int(max(0.0, sizes.left) // (paged.block_size * sizes.per_slot))
+        return paged.longest(pages, max(wanted, s.max_context))
 
     found: list[Fix] = []
 

@@ -6,20 +6,15 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twinfer.core.cache_groups import Paging
 from twinfer.core.config import EngineConfig
 from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.spec import ModelSpec
 
 GIB = 2**30
 LOGIT_COPIES = 2  # float32 logits and the probabilities made of them
-
-
-def blocks_for(lengths: Sequence[int], block_size: int) -> int:
-    """KV blocks that hold sequences of these lengths (tokens), each in whole blocks of its own."""
-    return sum(-(-length // block_size) for length in lengths)
 
 
 def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:
@@ -47,22 +42,27 @@ def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One rank's memory before the KV pool is cut into blocks, in bytes; `per_token`: KV of one token."""
+    """One rank's memory before the KV pool is cut into blocks, in bytes.
+
+    per_token: KV of one token in all layers; per_slot: in one page, which has the layers of one cache group.
+    """
 
     weights: int
     activations: int
     fixed: int  # runtime and graphs
     per_token: float
+    per_slot: float
     left: float  # of the budget, for KV; negative when even the rest does not fit
 
 
-def sizes_of(spec: ModelSpec, config: EngineConfig, memory: int, runtime: int, graphs: int) -> Sizes:
+def sizes_of(spec: ModelSpec, config: EngineConfig, memory: int, runtime: int, graphs: int, paging: Paging) -> Sizes:
     """Sizes of `spec` on one of `config.tp` ranks with `memory` bytes of device memory."""
     weights = int(spec.weight_bytes(config.tp))
     active = activation_bytes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.tp)
     fixed = runtime + graphs
     left = memory * config.memory_fraction - weights - active - fixed
-    return Sizes(weights, active, fixed, spec.kv_bytes_per_token(tp=config.tp), left)
+    per_token = spec.kv_bytes_per_token(tp=config.tp)
+    return Sizes(weights, active, fixed, per_token, per_token * paging.share, left)
 
 
 def gib(size: float) -> str:

@@ -15,7 +15,7 @@ from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.memory import budget_on
 from twinfer.core.policy import Limits
 from twinfer.core.registry import Registry
-from twinfer.core.setup import Setup, adapt_model, resolve
+from twinfer.core.setup import Setup, adapt_model, groups_of, resolve
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
 
@@ -59,13 +59,17 @@ def provision(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max(2, length),
     )  # fmt: skip
-    block_size = registry.build("kv_cache", config.kv_cache).block_size(limits)
+    kv_cache = registry.build("kv_cache", config.kv_cache)
+    block_size = kv_cache.block_size(limits)
     adapted = config.model_copy(update={"dtype": "auto", "kv_dtype": "auto"})  # `model` has them already
-    budget = budget_on(model, device, adapted, block_size=block_size, max_request_tokens=max_request_tokens)
+    budget = budget_on(
+        model, device, adapted, block_size=block_size, groups=groups_of(model, kv_cache),
+        max_request_tokens=max_request_tokens,
+    )  # fmt: skip
     kv_bytes = budget.kv_bytes
     pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
     capped = device.kind == "cpu" and not pinned and kv_bytes > pool_bytes
-    if capped and block_size * budget.kv_bytes_per_token <= pool_bytes:
+    if capped and budget.bytes_per_block <= pool_bytes:
         kv_bytes = float(pool_bytes)
     setup = resolve(
         config.model_copy(update={"max_model_len": budget.max_model_len}),

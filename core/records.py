@@ -86,6 +86,7 @@ class RunRecord:
 
     world: "engine" or "simulator".  config: the resolved EngineConfig as plain data.
     workload: what was asked for.  environment: versions, host, device, seed.
+    kv_bytes_per_token: of a token slot in the KV pool; where windows make cache groups, a token takes one per group.
     reasons: what "auto" became, and why.  intervals: metric -> (low, high) of an 80 % band (predictions).
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from twinfer.core.cache_groups import CacheGroup, cache_groups, layers_per_page, one_group
+from twinfer.core.cache_groups import CacheGroup, Paging, cache_groups, one_group
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
@@ -41,7 +41,7 @@ class Setup:
     @property
     def kv_bytes_per_slot(self) -> float:
         """Bytes of one rank that a token takes in a page, which has the layers of one cache group."""
-        return self.kv_bytes_per_token * layers_per_page(self.groups) / self.model.num_layers
+        return self.kv_bytes_per_token * Paging(self.block_size, self.groups).share
 
     @property
     def kv_pool_bytes(self) -> float:
@@ -145,7 +145,7 @@ def resolve(
     block_size = kv_cache.block_size(limits)
     groups = groups_of(model, kv_cache)
     per_token = model.kv_bytes_per_token(tp=config.tp)
-    per_slot = per_token * layers_per_page(groups) / model.num_layers
+    per_slot = per_token * Paging(block_size, groups).share
     per_block = block_size * per_slot
     num_blocks = config.num_kv_blocks
     if num_blocks is None:

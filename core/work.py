@@ -95,7 +95,7 @@ class StepShape:
                 logits += r.draft + 1
             elif r.need is Need.ALL:
                 logits += len(r.tokens)
-        return cls(rows, logits, len(plan.copies) * plan.stats.block_size, swapped_slots(plan))
+        return cls(rows, logits, copied_slots(plan), swapped_slots(plan))
 
     @classmethod
     def prefill(cls, *lengths: int) -> StepShape:
@@ -108,9 +108,16 @@ class StepShape:
         return cls(tuple(RowShape(1, c) for c in contexts), len(contexts))
 
 
+def copied_slots(plan: StepPlan) -> int:
+    """Tokens whose KV `plan` copies, all layers: a fork copies a block in every cache group, so one group counts."""
+    return sum(copy.group == 0 for copy in plan.copies) * plan.stats.block_size
+
+
 def swapped_slots(plan: StepPlan) -> int:
-    """KV token slots that `plan` moves from and to host memory."""
-    return sum(len(s.blocks) for swaps in (plan.swap_outs, plan.swap_ins) for s in swaps) * plan.stats.block_size
+    """Tokens whose KV `plan` moves from and to host memory, all layers; of several cache groups, their mean."""
+    swaps = (*plan.swap_outs, *plan.swap_ins)
+    num_groups = 1 + max((swap.group for swap in swaps), default=0)
+    return -(-sum(len(swap.blocks) for swap in swaps) * plan.stats.block_size // num_groups)
 
 
 def visible_pairs(queries: int, keys: int, window: int | None = None) -> int:

@@ -179,7 +179,7 @@ def _run(
     executor = _StoppableExecutor(world.timer, scale)
     executor.should_stop = should_stop
     recorder = Recorder(
-        "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_token,
+        "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
         environment=world.environment, reasons=world.reasons, keep_ops=keep,
     )  # fmt: skip
     env = simpy.Environment()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from twinfer.core.plan import Need, StepPlan
-from twinfer.core.work import Op, RowShape, StepShape, swapped_slots
+from twinfer.core.work import Op, RowShape, StepShape, copied_slots, swapped_slots
 from twinfer.simulator.op_time import OpTimeChain, host_op
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
@@ -82,7 +82,7 @@ class StepTimer:
             elif need is not Need.NONE:
                 logits += queries if need is Need.ALL else row.draft + 1
         swapped = swapped_slots(plan) if plan.swap_outs or plan.swap_ins else 0
-        moved = (len(plan.copies) * plan.stats.block_size, swapped)
+        moved = (copied_slots(plan) if plan.copies else 0, swapped)
         main = max(counts, key=lambda g: (counts[g], -g[0], g[1]), default=None)
         if main is None:
             return self._at((), (), logits, moved)

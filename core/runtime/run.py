@@ -113,7 +113,7 @@ def serve(
     core = engine.build_core()
     start = clock()
     recorder = Recorder(
-        "engine", setup.config.model_dump(mode="json"), workload.plain(), setup.kv_bytes_per_token,
+        "engine", setup.config.model_dump(mode="json"), workload.plain(), setup.kv_bytes_per_slot,
         environment=engine.environment() | {"seed": setup.config.seed}, reasons=setup.reasons, start=start,
     )  # fmt: skip
     feeder = Feeder(requests, workload.concurrency, start)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinfer.core.cache_groups import CacheGroup, Paging
 from twinfer.core.catalog import resolve_spec, spec_names
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import load_device
@@ -15,12 +16,14 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.memory import (
     MemoryBudget,
     activation_bytes,
-    blocks_for,
     budget_on,
     fixes_for,
     memory_budget,
 )
 from twinfer.core.memory_fixes import INT4_BITS
+from twinfer.core.setup import groups_of
+from twinfer.plugins.kv_cache.contiguous import Contiguous
+from twinfer.plugins.kv_cache.paged import Paged
 
 H100 = load_device("h100-sxm")
 GIB = 2**30
@@ -34,13 +37,59 @@ def budget(model: str = "llama-3-8b", memory: int = 80 * GIB, **changes: object)
     return memory_budget(resolve_spec(model), memory, config(model, **changes))
 
 
+def paging(block_size: int, *windows: int | None) -> Paging:
+    """One layer a group."""
+    return Paging(block_size, tuple(CacheGroup(w, (i,)) for i, w in enumerate(windows or (None,))))
+
+
 def test_24_blocks_for_lengths_100_50_200() -> None:
-    assert blocks_for([100, 50, 200], 16) == 24
+    assert paging(16).pages_of([100, 50, 200]) == 24
+
+
+@given(
+    st.lists(st.sampled_from([None, 1, 3, 16, 40]), min_size=1, max_size=3), st.sampled_from([1, 2, 4, 16]),
+    st.integers(0, 40), st.integers(1, 120),
+)  # fmt: skip
+def test_pages_are_enough_for_a_decoding_sequence_and_no_more_than_needed(
+    windows: list[int | None], size: int, num_pages: int, length: int
+) -> None:
+    """Against the blocks that positions lie in, one token after the other."""
+    pages = paging(size, *windows)
+
+    def at(position: int, window: int | None) -> int:
+        first = 0 if window is None else max(0, position - window + 1)
+        return position // size - first // size + 1
+
+    exact = sum(max(at(p, w) for p in range(length)) for w in windows)
+    saturated = all(w is None or length >= w + size for w in windows)
+    assert exact <= pages.pages(length) <= exact + (0 if saturated else len(windows))
+    assert eval(pages.equation(length), {"__builtins__": {}}) == pages.pages(length)
+    longest = pages.longest(num_pages, 120)
+    assert (not longest or pages.pages(longest) <= num_pages) and (
+        longest == 120 or pages.pages(longest + 1) > num_pages
+    )
+
+
+def test_windows_multiply_the_requests_that_fit() -> None:
+    """Gemma 2 9B: 21 layers of 42 see 4,096 tokens, so at 8,192 tokens a request takes 3/4 and a block."""
+    spec = resolve_spec("gemma-2-9b")
+    groups = groups_of(spec, Paged())
+    assert [(g.window, len(g.layers)) for g in groups] == [(None, 21), (4096, 21)]
+    assert groups_of(spec, Contiguous()) == groups_of(spec, Paged(Paged.Options(free_windows=False)))
+    full, freed = (budget_on(spec, H100, config("gemma-2-9b"), groups=some) for some in ((), groups))
+    assert freed.bytes_per_block * 2 == full.bytes_per_block and freed.num_blocks in (
+        2 * full.num_blocks,
+        2 * full.num_blocks + 1,
+    )
+    assert full.worst_case_concurrency == full.num_blocks / 512
+    assert freed.worst_case_concurrency == freed.num_blocks / (512 + 257)
+    assert freed.equations["worst_case_concurrency"] == f"{freed.num_blocks} / (512 + 257)"
+    assert abs(freed.kv_tokens - full.kv_tokens) <= 16, "the pool is as large as before"
 
 
 @given(st.lists(st.integers(1, 500), max_size=20), st.integers(1, 64))
 def test_blocks_hold_their_tokens_with_less_than_a_block_to_spare_each(lengths: list[int], size: int) -> None:
-    blocks = blocks_for(lengths, size)
+    blocks = paging(size).pages_of(lengths)
     assert sum(lengths) <= blocks * size < sum(lengths) + size * max(1, len(lengths))
 
 
@@ -50,10 +99,12 @@ def test_shown_equations_evaluate_to_the_shown_numbers(name: str, tp: int) -> No
     """user-demands 6."""
     if resolve_spec(name).num_heads % tp:
         pytest.skip("ranks do not divide the heads")
-    for pinned in ({}, {"num_kv_blocks": 500}, {"kv_memory_bytes": 3 * GIB}):
+    spec = resolve_spec(name)
+    groups = groups_of(spec, Paged())
+    for pinned in ({}, {"num_kv_blocks": 500 * len(groups)}, {"kv_memory_bytes": 3 * GIB}):
         found = memory_budget(
-            resolve_spec(name), 2**41, config(name, tp=tp, **pinned), expected_lengths=[700, 90], max_request_tokens=1000,
-            runtime_bytes=5 * 10**8, graph_bytes=10**8,
+            spec, 2**41, config(name, tp=tp, **pinned), expected_lengths=[700, 90], max_request_tokens=1000,
+            runtime_bytes=5 * 10**8, graph_bytes=10**8, groups=groups,
         )  # fmt: skip
         assert {"num_blocks", "kv_bytes_per_token", "bytes_per_block", "weight_bytes", "worst_case_concurrency",
                 "expected_concurrency"} == set(found.equations)  # fmt: skip
