@@ -119,7 +119,7 @@ def _make_constants(model: ModelSpec, tp: int) -> _Constants:
         expert_bytes = (3 if model.gated_mlp else 2) * h * expert_width * block
         router = _Linear("router", e.num_experts, h, e.num_experts * h * act, model.dtype, num_sparse)
         if e.num_shared:
-            shared = e.num_shared * (e.shared_intermediate_size or e.intermediate_size)
+            shared = e.shared_width
             mlps.append(mlp(-(-shared // tp), num_sparse))
     if num_dense:
         mlps.append(mlp(-(-model.intermediate_size // tp), num_dense))

@@ -26,13 +26,16 @@ def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs:
     act = dtype_bytes(spec.dtype)
     heads = -(-spec.num_heads // tp)
     attention = heads * (spec.head_dim + spec.v_dim) + spec.kv_heads_per_rank(tp) * (spec.head_dim + spec.v_dim)
-    if spec.mla is not None:
-        attention = heads * 2 * (spec.head_dim + spec.v_dim) + spec.mla.kv_lora_rank
+    if spec.mla is not None and spec.mla.absorbed:  # queries, and queries and sums in the width of the latent
+        attention = heads * (spec.head_dim + spec.mla.latent_dim + spec.mla.kv_lora_rank + spec.v_dim)
+        attention += spec.mla.latent_dim
+    elif spec.mla is not None:
+        attention = heads * 2 * (spec.head_dim + spec.v_dim) + spec.mla.latent_dim
     matrices = 3 if spec.gated_mlp else 2
     mlp = matrices * -(-spec.intermediate_size // tp)
     if spec.moe is not None:
         moe = spec.moe
-        shared = moe.num_shared * (moe.shared_intermediate_size or moe.intermediate_size)
+        shared = moe.shared_width
         wide = moe.top_k * (matrices * -(-moe.intermediate_size // tp) + spec.hidden_size)
         mlp = max(mlp if spec.num_moe_layers < spec.num_layers else 0, wide + matrices * -(-shared // tp))
     per_token = (2 * spec.hidden_size + max(attention, mlp)) * act

@@ -66,6 +66,11 @@ class MoESpec:
         if self.scoring not in ("softmax", "sigmoid"):
             raise ModelError(f"scoring={self.scoring!r} is not known; known: softmax, sigmoid")
 
+    @property
+    def shared_width(self) -> int:
+        """Columns of all shared experts, which are one MLP."""
+        return self.num_shared * (self.shared_intermediate_size or self.intermediate_size)
+
     def experts_touched(self, tokens: int) -> float:
         """Expected number of experts that at least one of `tokens` is routed to, routing uniform."""
         idle = 1.0 - self.top_k / self.num_experts
@@ -280,7 +285,8 @@ class ModelSpec:
             m = self.moe
             expert = matrices * h * m.intermediate_size
             expert += (matrices - 1) * m.intermediate_size + h if m.bias else 0
-            shared = matrices * h * m.num_shared * (m.shared_intermediate_size or m.intermediate_size)
+            shared = matrices * h * m.shared_width
+            shared += (matrices - 1) * m.shared_width + h if m.num_shared and self.mlp_bias else 0
             router = m.num_experts * (h + m.bias + m.score_bias)
             return (m.top_k if active else m.num_experts) * expert + shared + router
         bias = (matrices - 1) * self.intermediate_size + h if self.mlp_bias else 0

@@ -75,9 +75,7 @@ def why_indivisible(model: ModelSpec, tp: int) -> str:
         moe = model.moe
         counts["columns of an expert"] = moe.intermediate_size
         if moe.num_shared:
-            counts["columns of the shared experts"] = moe.num_shared * (
-                moe.shared_intermediate_size or moe.intermediate_size
-            )
+            counts["columns of the shared experts"] = moe.shared_width
     for what, count in counts.items():
         if count % tp:
             return f"its {count} {what} do not divide over {tp} ranks"

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         MLA | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=3.0),
     ),
-    "v2-yarn": ("DeepseekV2", MLA | dict(rope_parameters=YARN)),
+    "v2-yarn-biases": ("DeepseekV2", MLA | dict(rope_parameters=YARN, mlp_bias=True, attention_bias=True)),
     "v3": ("DeepseekV3", MLA | dict(n_group=4, topk_group=2)),
     "v3-yarn": ("DeepseekV3", MLA | dict(n_group=2, topk_group=1, num_experts_per_tok=2, rope_parameters=YARN)),
     # widths that the native kernels take, for both kinds of rows

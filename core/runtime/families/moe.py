@@ -24,6 +24,7 @@ from torch import Tensor
 from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.families.decoder import RankLoader, Shapes, linear_shapes
 from twinfer.core.runtime.families.gated_mlp import GatedMLP
+from twinfer.core.runtime.linear import Linear
 from twinfer.core.spec import ModelSpec, MoESpec
 from twinfer.kernels import ops
 
@@ -62,7 +63,9 @@ class MoE:
         self.score_bias: Tensor | None = None
         if self.moe.score_bias:  # kept in float32: it decides between close scores
             self.score_bias = load.source.get(f"{name}gate.e_score_correction_bias").float().to(load.device)
-        self.gate_up_projs, self.down_projs = [], []
+        self.width = self.parallel.share(self.moe.intermediate_size, "columns of an expert")
+        self.gate_up_projs: list[Linear] = []
+        self.down_projs: list[Linear] = []
         for e in range(self.moe.num_experts):
             op, expert = f"{prefix}experts.{e}.", f"{name}experts.{e}."
             up = weights.columns(f"{op}gate_up_proj", [f"{expert}gate_proj", f"{expert}up_proj"])
@@ -80,13 +83,13 @@ class MoE:
         shapes = linear_shapes(f"{name}gate", moe.num_experts, h)
         if moe.score_bias:
             shapes[f"{name}gate.e_score_correction_bias"] = (moe.num_experts,)
-        parts = {f"experts.{e}": moe.intermediate_size for e in range(moe.num_experts)}
+        parts = [(f"experts.{e}", moe.intermediate_size, False) for e in range(moe.num_experts)]
         if moe.num_shared:
-            parts["shared_experts"] = moe.num_shared * (moe.shared_intermediate_size or moe.intermediate_size)
-        for part, width in parts.items():
-            shapes |= linear_shapes(f"{name}{part}.gate_proj", width, h)
-            shapes |= linear_shapes(f"{name}{part}.up_proj", width, h)
-            shapes |= linear_shapes(f"{name}{part}.down_proj", h, width)
+            parts.append(("shared_experts", moe.shared_width, spec.mlp_bias))
+        for part, width, bias in parts:
+            shapes |= linear_shapes(f"{name}{part}.gate_proj", width, h, bias)
+            shapes |= linear_shapes(f"{name}{part}.up_proj", width, h, bias)
+            shapes |= linear_shapes(f"{name}{part}.down_proj", h, width, bias)
         return shapes
 
     def __call__(self, x: Tensor, mark: Mark) -> Tensor:
@@ -102,17 +105,21 @@ class MoE:
         tokens, top_k = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        rows = torch.bincount(flat, minlength=self.moe.num_experts).tolist()
-        touched = [e for e, n in enumerate(rows) if n]
-        sizes = [rows[e] for e in touched]
-        inputs = x.index_select(0, order.div(top_k, rounding_mode="floor")).split(sizes)
-        up = torch.cat([self.gate_up_projs[e](part) for e, part in zip(touched, inputs, strict=True)])
+        counts = torch.bincount(flat, minlength=self.moe.num_experts).tolist()
+        touched = [(e, n) for e, n in enumerate(counts) if n]
+        sizes = [n for _, n in touched]
+        inputs = x.index_select(0, order.div(top_k, rounding_mode="floor"))
+        up = x.new_empty(len(order), 2 * self.width)
+        for (e, _), part, into in zip(touched, inputs.split(sizes), up.split(sizes), strict=True):
+            into.copy_(self.gate_up_projs[e](part))
+        del inputs, part
         mark("experts")
         up = ops.gated(up, self.act)
         mark("mlp_act")
-        down = torch.cat([self.down_projs[e](part) for e, part in zip(touched, up.split(sizes), strict=True)])
-        by_token = torch.empty_like(down).index_copy_(0, order, down).view(tokens, top_k, -1)
-        out = torch.bmm(weights.to(x.dtype)[:, None], by_token)[:, 0]
+        outputs = x.new_empty(len(order), x.shape[1])  # by token, then by choice
+        for (e, _), part, places in zip(touched, up.split(sizes), order.split(sizes), strict=True):
+            outputs.index_copy_(0, places, self.down_projs[e](part))
+        out = torch.bmm(weights.to(x.dtype)[:, None], outputs.view(tokens, top_k, -1))[:, 0]
         mark("experts")
         return out
 
