@@ -13,8 +13,10 @@ kappa_p by one phase, so it commutes with any matrix over the heads:
 4. These rest keys and the values are one matrix, rows weighted by what an error costs (of keys: second moment of the
    queries; of values: the output projection; both in units of the attention output), columns by the centred
    covariance of x. Its best approximation of rank `kv_lora_rank` is the latent (Eckart-Young).
-5. The mean of x costs nothing: a constant in keys shifts all scores of a query alike, a constant in values comes
-   through attention unchanged and goes into the bias of o_proj.
+5. Values are then fitted again to this latent, by least squares over what attention makes of them: errors of single
+   tokens that average out may be large, those of what all heads read may not.
+6. The mean of x costs nothing: a constant in keys shifts all scores of a query alike, a constant in values comes
+   through attention unchanged and goes, head by head, into the bias of o_proj.
 
 With all key dimensions in the rotary part and as many latent dimensions as values have, nothing is lost.
 Related: Multi-head latent attention (arXiv:2405.04434), TransMLA (arXiv:2502.07864), MHA2MLA (arXiv:2502.14837).
@@ -41,7 +43,8 @@ from twinfer.core.runtime.weights import Loader, WeightSource
 from twinfer.core.spec import MLASpec, ModelSpec
 
 MAX_DISTANCE = 512  # tokens; how far attention is taken to look, with weight 1 / (1 + distance)
-RIDGE = 1e-9  # of the mean diagonal: keeps square roots of moments invertible
+KEY_WEIGHT = 0.25  # of errors of keys against those of values; measured, see docs/attention-variants.md
+RIDGE = 1e-9  # of the mean diagonal: keeps moments invertible
 _PARTS = ("q_proj.weight", "q_proj.bias", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "kv_b_proj.weight",
           "o_proj.bias")  # fmt: skip
 
@@ -86,8 +89,8 @@ def choose(layers: Sequence[Layer], rope_dim: int) -> list[int]:
 class Layer:
     """One layer's projections and what its inputs say of them.
 
-    q [heads, d, hidden + 1], k, v [kv_heads, d, hidden + 1] (bias last), o [heads, hidden, d]; moment and covariance
-    [hidden + 1, hidden + 1] of x, the second centred; mean [hidden + 1].
+    q [heads, d, hidden + 1], k, v [kv_heads, d, hidden + 1] (bias last), o [heads, hidden, d].
+    covariance of inputs and of attended inputs [hidden + 1, hidden + 1]; head_means of the latter [heads, hidden + 1].
     queries [kv_heads, d, d]: second moment of the queries of each KV head, weighted by what their scores move.
     energy [pairs, kv_heads]: of each component, to_basis and from_basis [pairs, kv_heads, kv_heads] (complex).
     phase [pairs] (complex): mean of the rotation over distances.
@@ -100,8 +103,9 @@ class Layer:
     v: Tensor
     o: Tensor
     out_bias: Tensor | None
-    mean: Tensor
+    head_means: Tensor
     covariance: Tensor
+    attended: Tensor
     queries: Tensor
     outputs: Tensor
     total: float
@@ -124,11 +128,11 @@ class Layer:
         q = projection("q_proj", spec.num_heads)
         k, v = (projection(name, spec.num_kv_heads) for name in ("k_proj", "v_proj"))
         o = source.get(f"{prefix}o_proj.weight").double().view(-1, spec.num_heads, spec.v_dim).transpose(0, 1)
-        mean = torch.cat((inputs.mean, torch.ones(1, dtype=torch.float64)))
-        moment = torch.zeros(len(mean), len(mean), dtype=torch.float64)
-        moment[:-1, :-1] = inputs.second_moment
-        moment[-1], moment[:, -1] = mean, mean
-        covariance = moment - mean[:, None] * mean
+        mean = torch.cat((inputs.tokens.mean, torch.ones(1, dtype=torch.float64)))
+        covariance, attended = (
+            torch.nn.functional.pad(c, (0, 1, 0, 1)) for c in (inputs.tokens.covariance, inputs.attended_covariance)
+        )
+        moment = covariance + mean[:, None] * mean
         # a score that is off by s moves the output of its head by about s times the spread of its values
         spread = [_trace(o[h] @ v[h // group], covariance) for h in range(spec.num_heads)]
         queries = torch.stack(
@@ -149,7 +153,7 @@ class Layer:
         return cls(
             spec=spec, pairs=pairs, q=q, k=k, v=v, o=o,
             out_bias=source.get(f"{prefix}o_proj.bias").double() if f"{prefix}o_proj.bias" in names else None,
-            mean=mean, covariance=covariance, queries=queries, outputs=outputs, total=sum(spread), energy=energy,
+            head_means=torch.nn.functional.pad(inputs.head_means, (0, 1), value=1.0), covariance=covariance, attended=attended, queries=queries, outputs=outputs, total=sum(spread), energy=energy,
             to_basis=vectors.mH * weight[:, None, :], from_basis=vectors / weight[:, :, None],
             phase=_mean_phase(frequencies),
         )  # fmt: skip
@@ -165,7 +169,7 @@ class Layer:
         rest = self._rest(kept)
         spec, rank, kv_heads = self.spec, mla.kv_lora_rank, self.spec.num_kv_heads
         group, width = spec.num_heads // kv_heads, spec.head_dim
-        key_root, value_root = _root(self.queries), _root(self.outputs)
+        key_root, value_root = _root(KEY_WEIGHT * self.queries), _root(self.outputs)
         rows = torch.cat(((key_root @ rest).flatten(0, 1), (value_root @ self.v).flatten(0, 1)))
         _, vectors = torch.linalg.eigh(rows @ self.covariance @ rows.t())
         basis = vectors.flip(1)[:, :rank]
@@ -173,8 +177,9 @@ class Layer:
         down[:, -1] = 0.0  # a constant latent would be a constant key and a constant value: see below
         up_key = torch.linalg.solve(key_root, basis[: kv_heads * width].view(kv_heads, width, rank))
         up_value = torch.linalg.solve(value_root, basis[kv_heads * width :].view(kv_heads, spec.v_dim, rank))
-        constant = (self.v - up_value @ down) @ self.mean  # [kv_heads, v_dim], comes through attention as it is
-        bias = sum(self.o[h] @ constant[h // group] for h in range(spec.num_heads))
+        up_value = up_value + _fit((self.v - up_value @ down), down, self.attended)
+        lost = self.v - up_value @ down  # its mean comes through attention as it is
+        bias = sum(self.o[h] @ (lost[h // group] @ self.head_means[h]) for h in range(spec.num_heads))
         bias = bias if self.out_bias is None else bias + self.out_bias
         nope = mla.qk_nope_head_dim
         query = torch.cat((self.q[:, :nope], rope_query), dim=1).flatten(0, 1)
@@ -230,6 +235,13 @@ def _root(moments: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(moments)
     floor = RIDGE * values.mean(-1, keepdim=True) + 1e-300
     return (vectors * values.clamp_min(0).add(floor).sqrt()[:, None, :]) @ vectors.mT
+
+
+def _fit(target: Tensor, latent: Tensor, moment: Tensor) -> Tensor:
+    """`up` for which `up @ latent` is nearest to `target [n, d, hidden]`, for inputs of second moment `moment`."""
+    gram = latent @ moment @ latent.t()
+    gram = gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(gram, latent @ moment @ target.mT).mT
 
 
 def _trace(a: Tensor, moment: Tensor) -> float:

@@ -118,7 +118,7 @@ class MLA(Technique):
 
         spec, path = checkpoint.spec, self.options.calibration
         if self._exact(spec):
-            inputs = [Inputs.unknown(spec.hidden_size) for _ in range(spec.num_layers)]
+            inputs = [Inputs.unknown(spec) for _ in range(spec.num_layers)]
         else:
             inputs = attention_inputs(checkpoint, None if path is None else read_calibration(path))
         return to_latent(checkpoint.source, spec, model, inputs)
