@@ -141,7 +141,8 @@ class BeamGroup:
         return found
 
     def _score(self, logprob: float, length: int) -> float:
-        return logprob / float(length) ** self.params.length_penalty
+        scale: float = length**self.params.length_penalty
+        return logprob / scale
 
     def _keep(self, ended: Iterable[Hypothesis]) -> None:
         self.hypotheses = sorted([*self.hypotheses, *ended], key=lambda h: -h.score)[: len(self.seqs)]

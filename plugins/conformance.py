@@ -80,6 +80,7 @@ class Traffic:
             params = SamplingParams(
                 max_tokens=rng.randint(1, max_len - length),
                 n=samples,
+                beam_width=rng.choice((1, 1, 1, 3)) if samples == 1 else 1,
                 temperature=0.0 if samples == 1 else 1.0,
                 ignore_eos=True,
             )
@@ -91,13 +92,14 @@ class Traffic:
                 aborts[request.id] = now + rng.random() * 0.2
             now += rng.choice((0.0, 0.0, 0.02, 0.3))
         blocks_each = -(-max_len // block_size)
-        spare = rng.randint(0, blocks_each) if tight else blocks_each * sum(r.params.n for r in requests)
+        spare = rng.randint(0, blocks_each) if tight else blocks_each * sum(r.params.num_samples for r in requests)
         limits = Limits(
             max_num_seqs=rng.choice((1, 2, 4, 16)),
             max_num_batched_tokens=max_len if not tight else rng.choice((max_len, 2 * max_len)),
             max_model_len=max_len,
             num_blocks=2 + blocks_each + spare,
             max_outstanding=rng.choice((1, 1, 2)),
+            num_host_blocks=rng.choice((0, 0, blocks_each, 4 * blocks_each)),
         )
         return cls(limits=limits, block_size=block_size, requests=tuple(requests), aborts=aborts, seed=seed)
 
@@ -206,7 +208,12 @@ class Player:
 
 def _sample(row: Any) -> RowResult:
     """Tokens that depend on sequence and position alone, as a model's would."""
-    return RowResult() if row.need is Need.NONE else RowResult(tokens=((row.seed + row.stop) % 50_000,))
+    if row.need is Need.NONE:
+        return RowResult()
+    first = (row.seed + row.stop) % 50_000
+    if row.need is Need.BEAM:
+        return RowResult(candidates=tuple((first + i, -0.1 - i * (1 + first % 7)) for i in range(6)))
+    return RowResult(tokens=(first,))
 
 
 def _state(core: Core) -> list[tuple[Any, ...]]:
@@ -257,7 +264,7 @@ class _Kit:
             traffic = self.traffic(seed, tight=False)
             endings = self.play(seed, tight=False).endings
             for request in traffic.requests:
-                for index in range(request.params.n):
+                for index in range(request.params.num_samples):
                     reason = endings.get((request.id, index))
                     fine = reason == "length" or (reason == "abort" and request.id in traffic.aborts)
                     require(fine, f"{self.technique.name}, seed {seed}: {request.id}/{index} ended as {reason}")
