@@ -110,14 +110,27 @@ class _Reader:
         inner, count = self.number("<I"), self.number("<Q")
         if count > self.size:
             raise self.fail(f"damaged GGUF file (an array of {count} entries in a file of {self.size} bytes)")
-        if count <= self.kept_array:
-            return [self.value(inner, depth + 1) for _ in range(count)]
+        kept = count <= self.kept_array
         if inner in SCALARS:
-            self.bytes(count * struct.calcsize(SCALARS[inner]))
-        else:
-            for _ in range(count):
-                self.value(inner, depth + 1)
-        return Length(count)
+            data = self.bytes(count * struct.calcsize(SCALARS[inner]))
+            return list(struct.unpack(f"<{count}{SCALARS[inner][1]}", data)) if kept else Length(count)
+        entries = self.texts(count, kept) if inner == STRING else [self.value(inner, depth + 1) for _ in range(count)]
+        return entries if kept else Length(count)
+
+    def texts(self, count: int, kept: bool) -> list[str]:
+        """A vocabulary has a quarter of a million: this is the loop that a header is read in."""
+        read, length_of, size = self.file.read, struct.Struct("<Q").unpack, self.size
+        found = []
+        for _ in range(count):
+            (length,) = length_of(read(8))
+            if length > size:
+                raise self.fail(f"damaged GGUF file (a length of {length} bytes in a file of {size})")
+            data = read(length)
+            if len(data) < length:
+                raise self.fail("truncated GGUF file (it ends inside its header)")
+            if kept:
+                found.append(data.decode("utf-8", "replace"))
+        return found
 
     def header(self) -> GGUFHeader:
         if self.file.read(4) != b"GGUF":

@@ -57,6 +57,8 @@ def spec_from_gguf(path: str | Path) -> ModelSpec:
 
 def _with_biases(spec: ModelSpec, header: GGUFHeader) -> ModelSpec:
     """Biases are where the file has them: no key of the header tells."""
+    if not any(name.startswith("blk.0.") for name in header.tensors):
+        return spec  # a vocabulary alone
 
     def has(*parts: str) -> bool:
         return any(f"blk.0.{part}.bias" in header.tensors for part in parts)

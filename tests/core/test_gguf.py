@@ -85,7 +85,7 @@ def test_spec_of_a_small_llama(small: Path) -> None:
         ("phi3", {"attention.sliding_window": 4}, {}, {"family": "phi3", "layer_windows": (4, 4)}),
         ("llama", {}, {"rope_freqs.weight": (8,)}, {"rope_scaling": {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}}),
         ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {},
-         {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": None}}),
+         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     ],
 )  # fmt: skip
 def test_architectures(
