@@ -16,6 +16,7 @@ import pytest
 from logits_oracle import TinyModel
 from pairwise import Case, pairs_of, pairwise, wanted_pairs
 
+from twinfer.core.cache_groups import Paging
 from twinfer.core.config import EngineConfig
 from twinfer.core.params import SamplingParams
 from twinfer.core.runtime.llm import LLM, CompletionOutput, RequestOutput
@@ -97,7 +98,7 @@ class Quiet:
         return SamplingParams(**params, stop=(self.engine.tokenizer.decode([sixth]) or "a",))
 
     def pressed(self, case: Case) -> LLM:
-        scarce = MAX_LEN // BLOCK + 2
+        scarce = Paging(BLOCK, self.engine.setup.groups).pages(MAX_LEN) + 2  # one request, hardly two
         options: dict[str, Any] = {
             "num_kv_blocks": 400 if case["memory"] == "ample" else scarce,
             "kv_cache": f"paged:block_size={BLOCK},headroom=0,prefix_sharing={str(case['prefix']).lower()}",
