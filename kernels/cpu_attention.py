@@ -2,7 +2,8 @@
 
     q [tokens, heads, dim]    keys [slots, kv_heads, dim]    values [slots, kv_heads, value_dim]
 
-float32 on the CPU only; callers ask `serves` first and have a torch path for all else.
+Computed in float32 over caches of float32 or bfloat16 on the CPU; callers ask `serves` first and have a torch path for
+all else.
 
 Invariants
 * A row's result depends on that row alone: not on its neighbours, not on the number of threads.
@@ -22,6 +23,7 @@ from torch import Tensor
 from twinfer.kernels import native
 
 LANES = 16
+CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Step(Structure):
@@ -31,18 +33,18 @@ class _Step(Structure):
         ("rows", c_void_p), ("num_rows", c_int64), ("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
         ("value_dim", c_int64), ("q_stride", c_int64), ("key_stride", c_int64), ("key_head", c_int64),
         ("value_stride", c_int64), ("value_head", c_int64), ("window", c_int64), ("scale", c_float),
-        ("softcap", c_float), ("threads", c_int64),
+        ("softcap", c_float), ("threads", c_int64), ("bf16", c_int64),
     )  # fmt: skip
 
 
 _ATTEND = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
-_WRITE = (c_void_p,) * 6 + (c_int64,) * 7 + (c_void_p, c_void_p, c_float, c_float, c_int)
+_WRITE = (c_void_p,) * 6 + (c_int64,) * 7 + (c_void_p, c_void_p, c_float, c_float, c_int, c_int)
 
 
 def serves(keys: Tensor, values: Tensor) -> bool:
     """Whether the native kernels can attend over this cache."""
     return (
-        keys.dtype is torch.float32 and values.dtype is torch.float32 and keys.is_cpu
+        keys.dtype in CACHE_DTYPES and values.dtype is keys.dtype and keys.is_cpu
         and keys.shape[-1] % LANES == 0 and values.shape[-1] % LANES == 0
         and keys.stride(-1) == 1 and values.stride(-1) == 1 and native.load() is not None
     )  # fmt: skip
@@ -83,6 +85,8 @@ class PagedAttention:
         step = self._steps.get(window)
         if step is None:
             step = self._steps[window] = self._prepare(q, keys, values, window)
+        if q.dtype is not torch.float32:
+            return self(q.float(), keys, values, window).to(q.dtype)
         if q.stride(0) != step.q_stride or q.stride(1) != step.dim or q.stride(2) != 1:
             q = q.contiguous()
             step.q_stride = q.stride(0)
@@ -95,7 +99,7 @@ class PagedAttention:
         return _Step(
             self._rows.ctypes.data, len(self._rows), heads, keys.shape[1], dim, values.shape[2], q.stride(0),
             keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), window or 0, self._scale,
-            self._softcap, torch.get_num_threads(),
+            self._softcap, torch.get_num_threads(), keys.dtype is torch.bfloat16,
         )  # fmt: skip
 
 
@@ -124,9 +128,9 @@ def rope_kv_write(
         qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr(), tokens,
         total - 2 * kv_heads, kv_heads, dim, cos.shape[-1], keys.stride(0), values.stride(0),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps,
-        1.0 if plus_one else 0.0, torch.get_num_threads(),
+        1.0 if plus_one else 0.0, keys.dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return True
 
 
-__all__ = ["PagedAttention", "rope_kv_write", "serves"]
+__all__ = ["LANES", "PagedAttention", "rope_kv_write", "serves"]

@@ -82,12 +82,20 @@ class Arena:
         """`[num_bytes]` uint8 that starts on a cache line."""
         size = -(-num_bytes // _LINE) * _LINE
         if size > len(self._free):
-            mapping = mmap.mmap(-1, max(size, _CHUNK))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping = _mapping(max(size, _CHUNK))
             self._free = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
         taken, self._free = self._free[:num_bytes], self._free[size:]
         return taken
+
+
+def _mapping(size: int) -> mmap.mmap:
+    """Zeroed memory of this process alone; a shared mapping, the default of `mmap`, gets no huge pages."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 class _Weight(ctypes.Structure):

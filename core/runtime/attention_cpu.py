@@ -1,4 +1,4 @@
-"""Attention of a step on the native CPU kernels (`kernels/cpu_attention.py`): float32 caches, any mix of rows.
+"""Attention of a step on the native CPU kernels (`kernels/cpu_attention.py`): caches of float32 or bfloat16, any mix of rows.
 
 Invariants
 * Nothing is cut or masked here: the kernel reads each row's slots itself, so a step costs a few arrays.
@@ -35,9 +35,9 @@ class NativeStep(AttentionStep):
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         slots = self.slots[self.group_of[layer]]
-        self.keys[layer].index_copy_(0, slots, k)
+        self.keys[layer].index_copy_(0, slots, k.to(self.keys[layer].dtype))
         if not self.shape.values_in_keys:
-            self.values[layer].index_copy_(0, slots, v)
+            self.values[layer].index_copy_(0, slots, v.to(self.values[layer].dtype))
 
     def rotate_store(
         self, layer: int, qkv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None = None

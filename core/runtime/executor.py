@@ -75,10 +75,12 @@ class TorchExecutor:
         profile: bool = False,
         num_host_blocks: int = 0,
         groups: Sequence[CacheGroup] | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        spec = model.spec
+        """kv_dtype: the storage format of KV, None for the dtype of the model."""
+        spec, tp = model.spec, model.parallel.size
         self.model, self.attention, self.profile = model, attention, profile
-        self.kv = KVStorage.of(spec, num_blocks, block_size, model.dtype, model.device, model.parallel.size, groups)
+        self.kv = KVStorage.of(spec, num_blocks, block_size, kv_dtype or model.dtype, model.device, tp, groups)
         self.host = HostStorage(self.kv, num_host_blocks)
         self.sampler: Samples = sampler if sampler is not None else Sampler(spec.vocab_size, model.device)
         self.forward = Forward(model, attention, self.kv)

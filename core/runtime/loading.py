@@ -40,6 +40,7 @@ from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
 from twinfer.kernels import native
+from twinfer.kernels.cpu_attention import LANES
 
 LongestRequest = Callable[[ModelSpec, Tokenizer], int]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -187,12 +188,23 @@ def _setup(
     refuse_indivisible(model, setup.config.tp)
     if model.dtype not in DTYPES:
         raise ConfigError("--dtype", model.dtype, "the engine cannot compute in it", f"use {', '.join(DTYPES)}")
-    if model.kv_dtype != model.dtype:
-        raise ConfigError(
-            "--kv-dtype", model.kv_dtype, f"the engine stores KV in the dtype of the model ({model.dtype})",
-            "leave it out; the simulator can show what it would do",
-        )  # fmt: skip
+    _refuse_kv_dtype(model, device)
     return setup
+
+
+def _refuse_kv_dtype(model: ModelSpec, device: DeviceSpec) -> None:
+    """ConfigError unless KV can be stored in `model.kv_dtype`: as the model, or rounded to bfloat16 on a CPU."""
+    if model.kv_dtype == model.dtype:
+        return
+    why = f"the engine stores KV in the dtype of the model ({model.dtype}), or on a CPU in bfloat16"
+    fix = "leave it out; the simulator can show what it would do"
+    if (model.dtype, model.kv_dtype, device.kind) == ("float32", "bfloat16", "cpu"):
+        if model.mla is None and model.head_dim % LANES == 0 and model.v_dim % LANES == 0 and native.load() is not None:
+            return
+        why = f"bfloat16 beside {model.dtype} needs the native kernels and heads of a multiple of {LANES} values"
+        why += f" ({native.why_not()})" if native.why_not() else ""
+        fix = "leave it out"
+    raise ConfigError("--kv-dtype", model.kv_dtype, why, fix)
 
 
 def linears_of(setup: Setup, registry: Registry, target: torch.device) -> LinearFactory | None:
@@ -234,7 +246,7 @@ def torch_executor(
     return TorchExecutor(
         model, attention.build(model.parallel.local(setup.model)), setup.limits.num_blocks, setup.block_size, sampler,
         profile=model.device.type == "cpu", num_host_blocks=setup.limits.num_host_blocks,
-        groups=setup.groups,
+        groups=setup.groups, kv_dtype=DTYPES[setup.model.kv_dtype],
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-// Rotary embedding with the KV write, and causal attention over a paged cache, in float32.
+// Rotary embedding with the KV write, and causal attention over a paged cache, computed in float32.
+//
+// The cache holds float32 or bfloat16; bfloat16 is widened a run of keys at a time.
 //
 // A step's rows are int64 quadruples { first token, tokens, first position, address of int64 slots }; position p of a row
 // lives in slot slots[p]. A query at position p sees keys max(0, p - window + 1) .. p. The query heads of one KV head
@@ -47,7 +49,7 @@ extern "C" struct tw_attention {
     int64_t q_stride, key_stride, key_head, value_stride, value_head;  // floats: tokens of q, slots and heads of the cache
     int64_t window;                                                    // 0: none
     float scale, softcap;                                              // softcap 0: none
-    int64_t threads;
+    int64_t threads, bf16;
 };
 using Step = tw_attention;
 
@@ -172,6 +174,33 @@ void product(int64_t r, const float* a, int64_t lda, int64_t depth, Rows row, in
     for (; j < columns; j += 16) tile_rows<1>(r, a, lda, depth, at, c + j, ldc, add);
 }
 
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+// bfloat16 to float32; gives `out`.
+const float* widen(const uint16_t* x, int64_t width, float* out) {
+    for (int64_t d = 0; d < width; d += LANES) {
+        u16x16 half;
+        std::memcpy(&half, x + d, sizeof half);
+        store(out + d, (f32x16)(__builtin_convertvector(half, u32x16) << 16));
+    }
+    return out;
+}
+
+// float32 to bfloat16, to nearest even; NaN stays NaN.
+void narrow(const float* x, int64_t count, uint16_t* out) {
+    int64_t i = 0;
+    for (; i < count; i += LANES) {
+        const int64_t n = count - i < LANES ? count - i : LANES;
+        const f32x16 v = load_some(x + i, n);
+        const u32x16 bits = (u32x16)v;
+        const u32x16 even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
+        const u32x16 nan = (u32x16)(v != v);
+        const u16x16 half = __builtin_convertvector((nan & quiet) | (~nan & even), u16x16);
+        std::memcpy(out + i, &half, size_t(n) * sizeof(uint16_t));
+    }
+}
+
 // Memory of one thread, kept between calls.
 struct Scratch {
     std::vector<float> floats;
@@ -189,14 +218,21 @@ struct Keys {
     const float* values[RUN];
     int64_t first, count;
 
-    Keys(const Step& s, const Row& row, int64_t kv_head, const float* k, const float* v, int64_t from, int64_t to)
+    // `wide` [RUN, dim + value_dim] is where bfloat16 is widened to.
+    Keys(const Step& s, const Row& row, int64_t kv_head, const void* k, const void* v, int64_t from, int64_t to,
+         float* wide)
         : first(from), count(to - from) {
-        k += kv_head * s.key_head;
-        v += kv_head * s.value_head;
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t slot = row.slots[from + i];
-            keys[i] = k + slot * s.key_stride;
-            values[i] = v + slot * s.value_stride;
+            const int64_t key = row.slots[from + i] * s.key_stride + kv_head * s.key_head;
+            const int64_t value = row.slots[from + i] * s.value_stride + kv_head * s.value_head;
+            if (s.bf16) {
+                keys[i] = widen(static_cast<const uint16_t*>(k) + key, s.dim, wide + i * s.dim);
+                values[i] = widen(static_cast<const uint16_t*>(v) + value, s.value_dim,
+                                  wide + RUN * s.dim + i * s.value_dim);
+            } else {
+                keys[i] = static_cast<const float*>(k) + key;
+                values[i] = static_cast<const float*>(v) + value;
+            }
         }
         for (int64_t i = count; i < padded(); ++i) keys[i] = keys[count - 1];
     }
@@ -208,11 +244,13 @@ struct Keys {
 void dots(const float* q, int64_t dim, const Keys& in, float* scores) {
     for (int64_t i = 0; i < in.count; i += LANES) {
         f32x16 acc[LANES] = {};
-        for (int64_t d = 0; d < dim; d += LANES) {
-            const f32x16 x = load(q + d);
-#pragma GCC unroll 16
-            for (int j = 0; j < LANES; ++j) acc[j] += x * load(in.keys[i + j] + d);
-        }
+#pragma GCC unroll 2
+        for (int half = 0; half < LANES; half += LANES / 2)  // as many addresses as there are registers for
+            for (int64_t d = 0; d < dim; d += LANES) {
+                const f32x16 x = load(q + d);
+#pragma GCC unroll 8
+                for (int j = half; j < half + LANES / 2; ++j) acc[j] += x * load(in.keys[i + j] + d);
+            }
         store(scores + i, sums(acc));
     }
 }
@@ -287,14 +325,14 @@ struct Run {
     int64_t partial;      // floats into the partial results: [vectors, value_dim], maxima [vectors], sums [vectors]
 };
 
-void answer_run(const Step& s, const Run& run, const float* q, const float* k, const float* v, float* partials,
+void answer_run(const Step& s, const Run& run, const float* q, const void* k, const void* v, float* partials,
                 Scratch& scratch) {
     const Row& row = s.rows[run.row];
     const int64_t group = s.heads / s.kv_heads, vectors = row.queries * group;
-    float* queries = scratch.get(vectors * (s.dim + RUN) + s.dim * RUN);
-    float *scores = queries + vectors * s.dim, *turned = scores + vectors * RUN;
+    float* queries = scratch.get(vectors * (s.dim + RUN) + (2 * s.dim + s.value_dim) * RUN);
+    float *scores = queries + vectors * s.dim, *turned = scores + vectors * RUN, *wide = turned + s.dim * RUN;
     float *out = partials + run.partial, *tops = out + vectors * s.value_dim, *totals = tops + vectors;
-    const Keys in(s, row, run.kv_head, k, v, run.first, run.last);
+    const Keys in(s, row, run.kv_head, k, v, run.first, run.last, wide);
     take_queries(s, row, run.kv_head, q, 0, vectors, queries);
     if (vectors <= DOTS)
         for (int64_t r = 0; r < vectors; ++r) dots(queries + r * s.dim, s.dim, in, scores + r * RUN);
@@ -350,13 +388,13 @@ struct Block {
     int64_t first, count;  // query vectors
 };
 
-void answer_block(const Step& s, const Block& block, const float* q, const float* k, const float* v, float* out,
+void answer_block(const Step& s, const Block& block, const float* q, const void* k, const void* v, float* out,
                   Scratch& scratch) {
     const Row& row = s.rows[block.row];
     const int64_t group = s.heads / s.kv_heads, width = s.value_dim;
-    float* queries = scratch.get(block.count * (s.dim + width + 2) + TILE * RUN + s.dim * RUN);
+    float* queries = scratch.get(block.count * (s.dim + width + 2) + TILE * RUN + (2 * s.dim + width) * RUN);
     float *sums = queries + block.count * s.dim, *tops = sums + block.count * width, *totals = tops + block.count;
-    float *scores = totals + block.count, *turned = scores + TILE * RUN;
+    float *scores = totals + block.count, *turned = scores + TILE * RUN, *wide = turned + s.dim * RUN;
     take_queries(s, row, block.kv_head, q, block.first, block.count, queries);
     std::memset(sums, 0, size_t(block.count * width) * sizeof(float));
     for (int64_t r = 0; r < block.count; ++r) tops[r] = NEVER, totals[r] = 0.0f;
@@ -364,7 +402,7 @@ void answer_block(const Step& s, const Block& block, const float* q, const float
     const int64_t end = row.position + (block.first + block.count - 1) / group + 1;
     const int64_t begin = s.window > 0 && lowest - s.window + 1 > 0 ? lowest - s.window + 1 : 0;
     for (int64_t from = begin; from < end; from += RUN) {
-        const Keys in(s, row, block.kv_head, k, v, from, from + RUN < end ? from + RUN : end);
+        const Keys in(s, row, block.kv_head, k, v, from, from + RUN < end ? from + RUN : end, wide);
         turn(in, s.dim, turned);
         for (int64_t r = 0; r < block.count; r += TILE) {
             const int64_t n = block.count - r < TILE ? block.count - r : TILE;
@@ -440,11 +478,17 @@ extern "C" {
 
 // qkv [tokens, heads + 2 * kv_heads, dim]: q and k are normed (where there is a weight) and turned in place, then k and v
 // are copied to slots[token] of the cache. cos, sin [tokens, rotary]: as `rope.py` makes them, sin signed.
-void tw_rope_kv_write(float* qkv, const float* cos, const float* sin, const int64_t* slots, float* keys, float* values,
+void tw_rope_kv_write(float* qkv, const float* cos, const float* sin, const int64_t* slots, void* keys, void* values,
                       int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary, int64_t key_stride,
                       int64_t value_stride, const float* q_norm, const float* k_norm, float eps, float offset,
-                      int threads) {
-    const int64_t width = (heads + 2 * kv_heads) * dim;
+                      int bf16, int threads) {
+    const int64_t width = (heads + 2 * kv_heads) * dim, written = kv_heads * dim;
+    const auto write = [=](const float* x, void* cache, int64_t at) {
+        if (bf16)
+            narrow(x, written, static_cast<uint16_t*>(cache) + at);
+        else
+            std::memcpy(static_cast<float*>(cache) + at, x, size_t(written) * sizeof(float));
+    };
     parallel(tokens, 8 * 1024 / width + 1, threads, [=](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
             float* x = qkv + t * width;
@@ -453,15 +497,14 @@ void tw_rope_kv_write(float* qkv, const float* cos, const float* sin, const int6
                 if (weight) norm_head(x + h * dim, weight, dim, eps, offset);
                 rotate(x + h * dim, cos + t * rotary, sin + t * rotary, rotary / 2);
             }
-            const size_t bytes = size_t(kv_heads * dim) * sizeof(float);
-            std::memcpy(keys + slots[t] * key_stride, x + heads * dim, bytes);
-            std::memcpy(values + slots[t] * value_stride, x + (heads + kv_heads) * dim, bytes);
+            write(x + heads * dim, keys, slots[t] * key_stride);
+            write(x + heads * dim + written, values, slots[t] * value_stride);
         }
     });
 }
 
 // q [tokens, heads, dim] over the cache: out [tokens, heads, value_dim]. dim and value_dim are multiples of 16.
-void tw_attend(const tw_attention* step, const float* q, const float* keys, const float* values, float* out) {
+void tw_attend(const tw_attention* step, const float* q, const void* keys, const void* values, float* out) {
     const Step& s = *step;
     const int64_t group = s.heads / s.kv_heads;
     thread_local std::vector<Run> runs;

@@ -26,7 +26,7 @@ static inline f32x16 load(const float* p) {
 
 static inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
 
-static inline f32x16 splat(float x) { return f32x16{} + x; }
+static inline f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 // The first n (< 16) floats of p, zeros after them.
 static inline f32x16 load_some(const float* p, int64_t n) {

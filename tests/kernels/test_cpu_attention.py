@@ -27,7 +27,15 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 class Step:
     """Random rows over shuffled pages; memory that no row owns is NaN."""
 
-    def __init__(self, rows: list[Row], heads: int, kv_heads: int, dim: int, value_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: list[Row],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         value_dim = value_dim or dim
         random = np.random.default_rng(len(rows) * 1000 + heads)
         pages = [-(-keys // PAGE) for _, keys in rows]
@@ -35,11 +43,11 @@ class Step:
         self.slots = [np.array([p * PAGE + i for p in itertools.islice(order, n) for i in range(PAGE)]) for n in pages]
         total = (sum(pages) + 3) * PAGE
         draw = torch.Generator().manual_seed(heads)
-        self.keys = torch.full((total, kv_heads, dim), float("nan"))
-        self.values = torch.full((total, kv_heads, value_dim), float("nan"))
+        self.keys = torch.full((total, kv_heads, dim), float("nan"), dtype=dtype)
+        self.values = torch.full((total, kv_heads, value_dim), float("nan"), dtype=dtype)
         for (_, keys), slots in zip(rows, self.slots, strict=True):
-            self.keys[slots[:keys]] = torch.randn(keys, kv_heads, dim, generator=draw)
-            self.values[slots[:keys]] = torch.randn(keys, kv_heads, value_dim, generator=draw)
+            self.keys[slots[:keys]] = torch.randn(keys, kv_heads, dim, generator=draw).to(dtype)
+            self.values[slots[:keys]] = torch.randn(keys, kv_heads, value_dim, generator=draw).to(dtype)
         self.q = torch.randn(sum(q for q, _ in rows), heads, dim, generator=draw)
         self.rows, self.scale = rows, dim**-0.5
 
@@ -74,12 +82,13 @@ PREFILL = [(9, 9), (16, 16), (37, 37), (130, 130), (100, 300), (33, 129)]
 SHAPES = [(9, 3, 64), (4, 4, 16), (8, 2, 32), (8, 1, 80), (6, 2, 128), (12, 1, 48)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     "rows", [DECODE, VERIFY, PREFILL, DECODE + PREFILL + VERIFY], ids=["decode", "verify", "prefill", "mixed"]
 )
-def test_attention(rows: list[Row], shape: tuple[int, int, int]) -> None:
-    step = Step(rows, *shape)
+def test_attention(rows: list[Row], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    step = Step(rows, *shape, dtype=dtype)
     torch.testing.assert_close(step.run().double(), step.expected(), rtol=1e-5, atol=2e-6)
 
 
@@ -151,7 +160,9 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(bad: float) -> None:
 def test_what_is_served() -> None:
     cache = torch.zeros(32, 2, 32)
     assert serves(cache, cache)
-    assert not serves(cache.bfloat16(), cache.bfloat16())
+    assert serves(cache.bfloat16(), cache.bfloat16())
+    assert not serves(cache, cache.bfloat16())
+    assert not serves(cache.half(), cache.half())
     assert not serves(cache[..., :24], cache[..., :24])
     assert not serves(cache.transpose(1, 2), cache.transpose(1, 2))
 
@@ -205,4 +216,29 @@ def test_rope_kv_write_refuses_other_layouts() -> None:
     assert rope_kv_write(qkv, cos, cos, slots, cache, cache)
     assert not rope_kv_write(qkv.bfloat16(), cos, cos, slots, cache, cache)
     assert not rope_kv_write(qkv.transpose(0, 1).contiguous().transpose(0, 1), cos, cos, slots, cache, cache)
-    assert not rope_kv_write(qkv, cos, cos, slots, cache.bfloat16(), cache.bfloat16())
+    assert not rope_kv_write(qkv, cos, cos, slots, cache.half(), cache.half())
+
+
+def test_bfloat16_cache_rounds_to_nearest_even() -> None:
+    draw = torch.Generator().manual_seed(3)
+    values = torch.randn(40, 4, 48, generator=draw) * 10.0 ** torch.randint(-30, 30, (40, 4, 48), generator=draw)
+    values[0, 2, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
+    values[1, 2, :4] = torch.tensor(
+        [1.00390625, 1.01171875, 3.4e38, 1e-42]
+    )  # halfway down, halfway up, over, subnormal
+    qkv, still = values.clone(), torch.cat((torch.ones(40, 1, 24), torch.ones(40, 1, 24)), -1)
+    keys, stored = torch.zeros(40, 1, 48, dtype=torch.bfloat16), torch.zeros(40, 1, 48, dtype=torch.bfloat16)
+    assert rope_kv_write(qkv, still[..., :0], still[..., :0], torch.arange(40), keys, stored)
+    assert torch.equal(qkv.nan_to_num(7), values.nan_to_num(7))
+    for found, wanted in ((keys, values[:, 2:3].bfloat16()), (stored, values[:, 3:].bfloat16())):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+
+
+def test_queries_of_another_dtype_are_widened() -> None:
+    step = Step(DECODE + PREFILL, 4, 2, 32, dtype=torch.bfloat16)
+    step.q = step.q.bfloat16()
+    expected = step.expected()
+    found = step.run()
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-3)

@@ -14,6 +14,7 @@ from twinfer.core.errors import ConfigError, ModelError, RequestError
 from twinfer.core.params import SamplingParams
 from twinfer.core.runtime.llm import LLM, RequestOutput, StreamDelta
 from twinfer.core.runtime.loading import Engine, load_engine
+from twinfer.kernels import native
 
 PROMPTS = ["Hello there", "a", "The quick brown fox jumps over the lazy dog.", "12345"]
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -375,6 +376,29 @@ def test_closed_llms_say_so(engine: Engine) -> None:
         with pytest.raises(RequestError, match="closed"):
             call()
     llm.abort("req-0")
+
+
+def test_kv_in_bfloat16_beside_float32(tiny_llama_dir: Path, engine: Engine) -> None:
+    """Half the memory; log probabilities that only rounding moves."""
+    config = EngineConfig(model=str(tiny_llama_dir), dtype="float32", kv_dtype="bfloat16", max_model_len=128)
+    half = load_engine(config)
+    assert half.setup.kv_bytes_per_token * 2 == engine.setup.kv_bytes_per_token
+    params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=20)
+    prompt = "a longer prompt, " * 5
+    first, other = (
+        LLM.of(e).generate(prompt, params)[0].outputs[0].logprobs[0]
+        for e in (half, engine.reconfigured(engine.setup.config))
+    )
+    assert max(abs(first[i] - other[i]) for i in first.keys() & other.keys()) < 0.05
+    assert len(first.keys() & other.keys()) > 15
+
+
+def test_kv_dtypes_that_cannot_be_stored(tiny_llama_dir: Path) -> None:
+    for options in ({"dtype": "bfloat16", "kv_dtype": "float32"}, {"dtype": "float32", "kv_dtype": "float16"}):
+        with pytest.raises(ConfigError, match="--kv-dtype"):
+            LLM(str(tiny_llama_dir), **options)
+    with native.disabled(), pytest.raises(ConfigError, match="switched off"):
+        LLM(str(tiny_llama_dir), dtype="float32", kv_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
