@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twinfer.core.layer_ops import absorbing_is_cheaper
@@ -30,7 +31,7 @@ from twinfer.core.runtime.batch import PackedBatch, Span
 from twinfer.core.runtime.families import Mark
 from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.spec import ModelSpec
-from twinfer.kernels.cpu_attention import PagedAttention, serves
+from twinfer.kernels.cpu_attention import LANES, PagedAttention, serves
 
 EXPAND_BYTES = 64 * 2**20  # keys and values held at once while a row is expanded
 
@@ -54,7 +55,7 @@ class LatentAttention:
         self.absorbed = TorchAttention(
             AttentionShape(
                 num_heads=model.num_heads, num_kv_heads=1, head_dim=mla.latent_dim, scale=scale, windows=windows,
-                value_dim=mla.kv_lora_rank, values_in_keys=True,
+                value_dim=min(_aligned(mla.kv_lora_rank), mla.latent_dim), values_in_keys=True,
             )
         )  # fmt: skip
         self.expanded = AttentionShape(
@@ -109,7 +110,8 @@ class LatentStep:
         wide[..., rank:] = q[..., nope:]
         mark("kv_up_proj")
         assert self.over_latents is not None
-        sums = self.over_latents.attend(layer, wide, latent, latent).view(tokens, heads, rank)
+        # what lies behind the rank is summed up with it where that fills a vector of the kernel
+        sums = self.over_latents.attend(layer, wide, latent, latent).view(tokens, heads, -1)[..., :rank]
         mark("attention")
         out = torch.bmm(sums.transpose(0, 1), up.v.transpose(1, 2)).transpose(0, 1)
         mark("kv_up_proj")
@@ -119,15 +121,20 @@ class LatentStep:
         """One row over its own `latent [keys, rank + rope]` into `out [queries, heads, value_dim]`."""
         nope, rank = self.mla.qk_nope_head_dim, self.mla.kv_lora_rank
         heads, keys = q.shape[1], latent.shape[0]
-        q, width = q[row.where], q.shape[2] + up.v.shape[1]
-        at_once = max(1, EXPAND_BYTES // (keys * width * q.element_size()))
+        q, value_dim = q[row.where], up.v.shape[1]
+        spare = _aligned(q.shape[2]) - q.shape[2] if q.is_cpu else 0
+        if spare:  # zeros that fill a vector of the kernel
+            q = F.pad(q, (0, spare))
+        at_once = max(1, EXPAND_BYTES // (keys * (q.shape[2] + value_dim) * q.element_size()))
         source, rotated = latent[:, :rank], latent[:, None, rank:]
         for low in range(0, heads, at_once):
             some = slice(low, min(low + at_once, heads))
             k = q.new_empty(keys, some.stop - low, q.shape[2])
             k[..., :nope] = torch.mm(source, up.k[some].flatten(0, 1).t()).view(keys, some.stop - low, nope)
-            k[..., nope:] = rotated
-            v = torch.mm(source, up.v[some].flatten(0, 1).t()).view(keys, some.stop - low, -1)
+            k[..., nope : nope + rotated.shape[2]] = rotated
+            if spare:
+                k[..., -spare:] = 0.0
+            v = torch.mm(source, up.v[some].flatten(0, 1).t()).view(keys, some.stop - low, value_dim)
             mark("kv_up_proj")
             out[:, some] = row.attend(q[:, some], k, v)
             mark("attention")
@@ -148,6 +155,11 @@ class _Row(SingleRow):
             slots = np.arange(self.span.stop, dtype=np.int64)
             self.native[heads] = PagedAttention([(0, self.span.length, self.span.start, slots)], self.shape.scale)
         return self.native[heads](q, k, v).view(len(q), heads, -1)
+
+
+def _aligned(width: int) -> int:
+    """`width` in whole vectors of the native kernel."""
+    return -(-width // LANES) * LANES
 
 
 def _packed(spans: Sequence[Span]) -> list[Span]:

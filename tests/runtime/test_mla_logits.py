@@ -46,6 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         MLA | dict(n_group=1, topk_group=1, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
     ),
+    # latents of 48, a rank that is no whole number of vectors; keys of 22
+    "v3-odd": (
+        "DeepseekV3",
+        MLA | dict(n_group=1, topk_group=1, kv_lora_rank=42, qk_nope_head_dim=16, qk_rope_head_dim=6, v_head_dim=16),
+    ),
     "v3-halves-biases": (
         "DeepseekV3",
         MLA | dict(n_group=1, topk_group=1, norm_topk_prob=False, rope_interleave=False, attention_bias=True),
@@ -103,7 +108,7 @@ def test_naive_equals_absorbed(tiny: Callable[[str], TinyModel], case: str, tmp_
             assert difference(absorbed, expanded) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["v3", "v3-wide"])
+@pytest.mark.parametrize("case", ["v3", "v3-wide", "v3-odd"])
 def test_both_ways_of_a_row_and_a_few_heads_at_a_time(
     tiny: Callable[[str], TinyModel], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
