@@ -94,7 +94,7 @@ class Ledger:
         at its most is found among the last `block_size` tokens: one block earlier, no group needs more.
         """
         if not self.sliding:
-            return self.blocks_for(num_tokens)
+            return len(self.windows) * self.blocks_for(num_tokens)
         most = 0
         for last in range(max(0, num_tokens - self.block_size), num_tokens):
             entries = self.blocks_for(last + 1)
@@ -132,7 +132,7 @@ class Ledger:
         if lacking <= 0:
             return 0
         if not self.sliding:
-            return lacking
+            return len(self.windows) * lacking
         return sum(
             min(lacking, max(0, self._peak(window, num_tokens) - entries + first))
             for window, first in zip(self.windows, table.first, strict=True)
@@ -332,7 +332,7 @@ class Ledger:
                 left = blocks[first:low]
                 blocks[first:low] = [HOLE] * len(left)
                 table.first[group] = low
-                self.pool.drop(left)
+                self.pool.drop(left[::-1])  # as if left one by one: what a longer prefix can use is evicted last
 
     def _publish(self, seq: Sequence, table: Table, computed: int) -> None:
         size, pool = self.block_size, self.pool
