@@ -1,8 +1,9 @@
 """What formats with native CPU kernels ask of the engine.
 
 Invariants
-* The engine holds what `adapt_model` counts where the native kernels run; where they cannot be built it holds the same
-  values in float32, and the run's reasons say so.
+* The engine holds what `adapt_model` counts where the native kernels run (biases, routers and what absorbed MLA folds
+  into attention aside: they stay float32); where they cannot be built it holds the same values in float32, and the
+  run's reasons say so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,4 @@ def engine_reasons(name: str, needs: Needs) -> list[str]:
         reasons.append(f"{name} has kernels for CPUs only; the simulator can show what it would do elsewhere")
     if needs.dtype != "float32":
         reasons.append(f"{name} takes float32 activations, not {needs.dtype}; use --dtype float32 (or auto)")
-    if needs.model is not None and needs.model.moe is not None:
-        reasons.append(f"{name} does not cover the experts of a mixture yet; the simulator can use it")
     return reasons

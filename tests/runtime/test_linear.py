@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from logits_oracle import TinyModel, prompts, run
+from test_mla_logits import CASES
 from torch import Tensor
 
 from twinfer.core.catalog import resolve_spec
@@ -150,6 +153,33 @@ def test_model_on_its_blocks_predicts_like_its_values(smollm2_gguf: Path) -> Non
     on_blocks = _losses(smollm2_gguf, GGUFLinears(), tokens)
     assert abs(float((on_blocks - exact).mean())) < 0.03  # 127 tokens: the rounding of activations is noise here
     assert float((on_blocks - exact).abs().mean()) < 0.15
+
+
+@pytest.mark.parametrize("factory", [BF16Linears, Int8Linears])
+def test_experts_and_latent_attention_on_packed_weights(factory: type[BF16Linears], tmp_path: Path) -> None:
+    """As the same rounded weights in float32: every expert and every projection of MLA is a linear."""
+    if gemm.why_not():
+        pytest.skip(gemm.why_not())
+    tiny = TinyModel(tmp_path, *CASES["v2-lite"])
+    sequence = prompts(33)
+    found = []
+    for plain in (False, True):
+        with native.disabled() if plain else nullcontext():
+            tiny.model = load_model(tiny.spec, tmp_path, Registry(entry_points=False), linear=factory())
+            found += run(tiny, sequence, [[20, *[1] * 13]], "shuffled")
+    # int8 steps of the activations jump where sums differ in the last bit
+    assert close(found[0], found[1], 1e-5 if factory is BF16Linears else 0.05)
+    assert close(found[0], tiny.expected(sequence[0]), 0.05 if factory is BF16Linears else 0.2)
+
+
+def test_ranks_add_up_to_the_whole(smollm2_gguf: Path) -> None:
+    """Shares of a projection back, each over its blocks of the input, sum to the projection."""
+    whole = GGUFWeights(smollm2_gguf).blocks("model.layers.3.self_attn.o_proj.weight")
+    assert whole is not None
+    x = torch.randn(5, 576)
+    ranks = [Parallel(rank, 3) for rank in range(3)]
+    parts = [GGUFLinears()("o_proj", rank.cut_heads(whole, 9, 1), None)(rank.cut(x, 1)) for rank in ranks]
+    assert close(sum(parts), GGUFLinears()("o_proj", whole, None)(x), 1e-5)
 
 
 def test_engine_counts_what_it_holds(smollm2_gguf: Path) -> None:
