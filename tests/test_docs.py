@@ -17,7 +17,14 @@ import pytest
 from twinfer.core import hookspecs, policy, technique
 from twinfer.core.hookspecs import hookspec
 
-DOCUMENTS = ("README.md", "docs/architecture.md", "docs/plugins.md", "docs/models.md", "docs/parallelism.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/plugins.md",
+    "docs/models.md",
+    "docs/parallelism.md",
+    "docs/quantization.md",
+)
 
 
 def signatures(module: ModuleType) -> dict[str, str]:
