@@ -414,7 +414,7 @@ def test_kv_dtypes_that_cannot_be_stored(tiny_llama_dir: Path) -> None:
         ({"tp": 3}, "attention heads"),
         ({"quantizer": "int4"}, "quant"),
         ({"device": "h100-sxm"}, "no such device"),
-        ({"attention": "mha"}, "mha"),
+        ({"attention": "gqa:num_kv_heads=3"}, "num_kv_heads"),
         ({"max_model_len": 100_000}, "made for 512"),
     ],
     ids=str,
