@@ -7,9 +7,9 @@ Invariants
 * Rows keep the order in which they were granted; executors must not reorder results.
 * An executor applies a plan in this order: `forget` (drop the sequence), `forks` (block table and token
   history become those of the parent), `swap_outs` (read device blocks into host blocks, before anything is
-  written), `preempted` (empty its block table), `grants` (append to it), `copies` one after the other (copy
-  the block, then put the copy into the table), `swap_ins` (write host blocks into device blocks), `moves`,
-  `rows`. Nothing else changes a block table.
+  written), `preempted` (empty its block table), `grants` (append to it), `copies` (copy the block, then put
+  the copy into the table; no source is the target of an earlier one), `swap_ins` (write host blocks into
+  device blocks), `moves`, `rows`. Nothing else changes a block table.
 * Entries of a sliding-window group's table that no row can read any more may be holes: `HOLE` in grants of shared
   blocks and in moves, and silently stale in tables that executors keep. No row reads or writes them.
 * A token still on the device is a `FromStep`, never a sentinel inside the ids.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec
 from twinfer.core.dtypes import canonical_dtype
+from twinfer.core.errors import ConfigError
 from twinfer.core.memory import budget_on
 from twinfer.core.policy import Limits
 from twinfer.core.registry import Registry
@@ -66,6 +67,11 @@ def provision(
         model, device, adapted, block_size=block_size, groups=groups_of(model, kv_cache),
         max_request_tokens=max_request_tokens,
     )  # fmt: skip
+    if device.kind == "cpu" and (config.host_kv_bytes or 0) > device.usable_bytes:
+        raise ConfigError(
+            "--host-kv-bytes", config.host_kv_bytes, f"{device.name} has {device.usable_bytes / 2**30:.1f} GiB of memory",
+            "give less",
+        )  # fmt: skip
     kv_bytes = budget.kv_bytes
     pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
     capped = device.kind == "cpu" and not pinned and kv_bytes > pool_bytes

@@ -1,7 +1,8 @@
 """One schema for every run, real or predicted, and the only place where metrics are defined.
 
 Definitions (vLLM's)
-* TTFT: arrival to first token.  TPOT: (last - first token) / (output tokens - 1), for more than one token.
+* TTFT: arrival to first token.  TPOT: (last - first token) / (output tokens - 1), for more than one token that did
+  not all come at once (as those of a beam search do).
 * ITL: gap between successive deliveries of tokens of one request.  E2E: arrival to last token.
 * throughput: tokens (or requests) completed / (last finish - first arrival).
 * KV waste: 1 - used slots / reserved slots, averaged over steps, weighted by their duration.
@@ -75,7 +76,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        if self.first_token is None or self.last_token is None or self.num_output_tokens < 2:
+        if self.first_token is None or self.last_token is None or self.last_token == self.first_token:
             return None
         return (self.last_token - self.first_token) / (self.num_output_tokens - 1)
 

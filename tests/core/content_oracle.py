@@ -314,7 +314,11 @@ class MemoryModel:
                 raise Violation(f"step {plan.step} grants blocks to {grant.seq}, which is not known")
             self.tables.setdefault(grant.seq, [[] for _ in self.windows])[grant.group].extend(grant.blocks)
             fresh += [(grant.seq, block) for block in grant.blocks[grant.shared :] if block != HOLE]
+        written: set[int] = set()
         for copy in plan.copies:
+            if copy.source in written:
+                raise Violation(f"{copy}: an executor that reads all sources first would read what this step wrote")
+            written.add(copy.target)
             self._copy(copy)
         for seq, block in fresh:
             self._require_sole_owner(seq, block, "is granted")

@@ -108,6 +108,7 @@ def test_beams_cost_rows_and_copies() -> None:
     assert len(beams.requests) == 8 and {r.num_output_tokens for r in beams.requests} == {30}
     assert any("kv_copy" in s.ops for s in beams.steps)
     assert beams.metrics["duration"] > plain.metrics["duration"]
+    assert beams.metrics["tpot"] is None, "all tokens come at the end"
     peak = max(s.held_blocks for s in beams.steps)
     assert peak < 8 * 9, "the beams of a request share its prompt"
 
