@@ -87,18 +87,20 @@ class LatentStep:
 
     def store(self, layer: int, latent: Tensor) -> None:
         """Write `latent [tokens, rank + rope]` (normed and rotated) of this step's tokens into their slots."""
-        self.kv.keys[layer].index_copy_(0, self.slots, latent[:, None])
+        keys = self.kv.keys[layer]
+        keys.index_copy_(0, self.slots, latent[:, None].to(keys.dtype))
 
     def attend(self, layer: int, q: Tensor, latent: Tensor, up: UpProjection, mark: Mark) -> Tensor:
         """`q [tokens, heads, nope + rope]` (rotated) to `[tokens, heads * value_dim]`."""
-        latent = latent[:, None]
+        keys = self.kv.keys[layer]
+        latent = latent[:, None].to(keys.dtype)
         if not self.rows:
             return self._absorbed(layer, q, latent, up, mark).flatten(1)
         out = q.new_empty(q.shape[0], q.shape[1], up.v.shape[1])
         if self.over_latents is not None:
             out[self.short] = self._absorbed(layer, q[self.short], latent[self.short], up, mark)
         for row in self.rows:
-            self._expanded(row, q, row.context(latent, self.kv.keys[layer])[:, 0], up, out[row.where], mark)
+            self._expanded(row, q, row.context(latent, keys)[:, 0].to(q.dtype), up, out[row.where], mark)
         return out.flatten(1)
 
     def _absorbed(self, layer: int, q: Tensor, latent: Tensor, up: UpProjection, mark: Mark) -> Tensor:

@@ -199,9 +199,9 @@ def _refuse_kv_dtype(model: ModelSpec, device: DeviceSpec) -> None:
     why = f"the engine stores KV in the dtype of the model ({model.dtype}), or on a CPU in bfloat16"
     fix = "leave it out; the simulator can show what it would do"
     if (model.dtype, model.kv_dtype, device.kind) == ("float32", "bfloat16", "cpu"):
-        if model.mla is None and model.head_dim % LANES == 0 and model.v_dim % LANES == 0 and native.load() is not None:
+        if all(width % LANES == 0 for width in model.kv_shape()[1:]) and native.load() is not None:
             return
-        why = f"bfloat16 beside {model.dtype} needs the native kernels and heads of a multiple of {LANES} values"
+        why = f"bfloat16 beside {model.dtype} needs the native kernels and keys of a multiple of {LANES} values"
         why += f" ({native.why_not()})" if native.why_not() else ""
         fix = "leave it out"
     raise ConfigError("--kv-dtype", model.kv_dtype, why, fix)

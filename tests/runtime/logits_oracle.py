@@ -106,9 +106,10 @@ def run(
     chunks: Sequence[Sequence[int]],
     order: str,
     block_size: int = 4,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """All logits of each sequence, fed in `chunks[i]` pieces; step n feeds the nth chunk of every sequence."""
-    kv = KVStorage.of(tiny.spec, 128, block_size, tiny.model.dtype)
+    kv = KVStorage.of(tiny.spec, 128, block_size, kv_dtype or tiny.model.dtype)
     tables = tables_for(kv, [len(s) for s in sequences], order)
     attention = step_attention(tiny.spec)
     done = [0] * len(sequences)

@@ -22,6 +22,7 @@ from twinfer.core.runtime.kv_storage import KVStorage
 from twinfer.core.runtime.weights import open_weights
 from twinfer.core.spec import MLASpec
 from twinfer.core.work import StepShape, step_ops
+from twinfer.kernels import native
 from twinfer.plugins.model_family.llama import LlamaFamily
 
 MLA = dict(
@@ -239,3 +240,19 @@ def test_bfloat16_is_close(tiny: Callable[[str], TinyModel], case: str) -> None:
     got, expected = run(half, [sequence], [[13, 7, 1]], "shuffled")[0], model.expected(sequence)
     per_token = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert per_token.median() < 0.08  # a token whose experts were close to tied may go to others
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_latents_in_bfloat16_beside_float32(tiny: Callable[[str], TinyModel], absorbed: bool, tmp_path: Path) -> None:
+    """Latents, or keys and values made of them, are rounded when stored; how a row is fed hardly matters."""
+    if native.load() is None:
+        pytest.skip(f"needs the native kernels ({native.why_not()})")
+    model = tiny("v3-wide")
+    if not absorbed:
+        model = converted(model, tmp_path, dict(absorbed=False), {})
+    sequence = prompts(24)[0]
+    expected = model.expected(sequence)
+    for chunks in ([24], [13, 9, 1, 1]):
+        got = run(model, [sequence], [chunks], "shuffled", kv_dtype=torch.bfloat16)[0]
+        per_token = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert 1e-6 < per_token.median() < 0.03

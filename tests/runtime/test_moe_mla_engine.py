@@ -53,8 +53,9 @@ def test_greedy_tokens_with_preemption(architecture: str, tmp_path: Path, tiny_l
         model=str(tmp_path), dtype="float32", max_num_seqs=4, max_model_len=longest, scheduler="continuous:chunk_size=11",
         kv_cache="paged:block_size=4,headroom=0,prefix_sharing=false", num_kv_blocks=-(-longest // 4) + 3,
     )  # fmt: skip
-    for variant in variants:
-        engine = load_engine(EngineConfig.model_validate(options | dict(attention=variant)))
+    swap = dict(preemption="swap", host_kv_bytes=2**20)
+    for variant, way in [*((v, {}) for v in variants), (variants[0], swap)]:
+        engine = load_engine(EngineConfig.model_validate(options | way | dict(attention=variant)))
         with LLM.of(engine) as llm:
             results = llm.generate(prompts, SamplingParams(max_tokens=NEW, ignore_eos=True))
         assert [r.outputs[0].token_ids for r in results] == answers, variant
