@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from twinfer.core.runtime.attention_torch import TorchAttention
     from twinfer.core.runtime.convert import Checkpoint, Converted
 
-ROPE_SHARE = 0.2
-"""Of the values kept, how many are turned by position when nobody says: where perplexity was best at every rank tried
-(docs/attention-variants.md)."""
+ROPE_SHARE = 0.25
+"""Of the values kept, how many are turned by position when nobody says: perplexity is flat around it at every rank
+tried (docs/attention-variants.md)."""
 
 ROPE_KINDS = ("default", "linear", "llama3", "gguf_factors")
 
@@ -48,7 +48,7 @@ class MLA(Technique):
         rope_dim: Literal["auto"] | int = Field(
             default="auto",
             description="converting: how many of the values kept are turned by position, an even number; "
-            "auto is all of the keys for rank=1, else a fifth",
+            "auto is all of the keys for rank=1, else a quarter",
         )
         calibration: str | None = Field(
             default=None,
