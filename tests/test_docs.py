@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/models.md",
     "docs/parallelism.md",
     "docs/quantization.md",
+    "docs/attention-variants.md",
 )
 
 

@@ -7,9 +7,9 @@ a latent of `rank` values per token and layer, `rope_dim` of them turned by posi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from twinfer.core import technique
 from twinfer.core.errors import ConfigError
@@ -42,11 +42,13 @@ class MLA(Technique):
         rank: float = Field(
             default=1.0,
             gt=0,
+            allow_inf_nan=False,
             description="converting a checkpoint with KV heads: how much of its keys and values a token keeps per layer, "
             "as a share (0.5) or as a number of values (192); 1 keeps all and is exact",
         )
-        rope_dim: Literal["auto"] | int = Field(
-            default="auto",
+        rope_dim: int | None = Field(
+            default=None,
+            ge=2,
             description="converting: how many of the values kept are turned by position, an even number; "
             "auto is all of the keys for rank=1, else a quarter",
         )
@@ -55,6 +57,11 @@ class MLA(Technique):
             description="converting with loss: a text file whose statistics say what to keep; None takes the help texts "
             "that come with Python",
         )
+
+        @field_validator("rope_dim", mode="before")
+        @classmethod
+        def _auto(cls, value: Any) -> Any:
+            return None if value == "auto" else value
 
     @classmethod
     def why_not(cls, needs: Needs) -> list[str]:
@@ -79,7 +86,7 @@ class MLA(Technique):
         absorbed = self.options.mode == "absorbed"
         if model.mla is not None:
             for name in ("rank", "rope_dim", "calibration"):
-                if name in self.options.model_fields_set:
+                if getattr(self.options, name) != type(self.options).model_fields[name].default:
                     raise ConfigError(
                         f"--attention mla:{name}", getattr(self.options, name), f"{model.name} was trained with latents",
                         "leave it out",
@@ -144,7 +151,7 @@ class MLA(Technique):
                 f"keep 4 to {most}",
             )  # fmt: skip
         rope = self.options.rope_dim
-        if rope == "auto":
+        if rope is None:
             rope = turned if width == most else max(2, 2 * round(ROPE_SHARE * width / 2))
             rope = min(rope, turned)
         if rope % 2 or not 0 < rope <= turned or rope >= width:

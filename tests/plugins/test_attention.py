@@ -16,6 +16,7 @@ from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
 from twinfer.plugins.attention.gqa import GQA
 from twinfer.plugins.attention.mha import MHA
+from twinfer.plugins.attention.mla import MLA
 from twinfer.plugins.attention.mqa import MQA
 
 MODEL = ModelSpec(
@@ -98,3 +99,55 @@ def test_latent_attention_is_not_a_softmax_variant() -> None:
 def test_declarations_import_no_torch() -> None:
     code = "import sys, twinfer.plugins.attention, twinfer.plugins.model_family; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- latents ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "rope"),
+    [
+        ({}, 384, 192),  # all there is: exact
+        ({"rank": 0.5}, 192, 48),
+        ({"rank": 96}, 96, 24),
+        ({"rank": 0.75, "rope_dim": 64}, 288, 64),
+        ({"rank": 0.5, "rope_dim": "auto"}, 192, 48),
+        ({"rope_dim": 64}, 384, 64),
+    ],
+)
+def test_latents_of_a_checkpoint_with_kv_heads(options: dict[str, Any], width: int, rope: int) -> None:
+    technique = MLA(MLA.Options(**options))
+    model = technique.adapt_model(MODEL)
+    assert model.mla is not None and model.variant == model.attention == "mla"
+    assert (model.mla.latent_dim, model.mla.qk_rope_head_dim) == (width, rope)
+    assert model.kv_bytes_per_token("float32") == 2 * width * 4
+    assert model.query_scale == 64**-0.5  # of the heads it was trained with
+    exact = (width, rope) == (384, 192)
+    assert ("exact" in technique.conversion(MODEL)) == exact
+    assert model.attention_out_bias == (not exact)
+
+
+def test_latents_need_no_conversion_where_they_were_trained() -> None:
+    from twinfer.core.catalog import resolve_spec
+
+    deepseek = resolve_spec("deepseek-v3")
+    assert MLA.why_not(Needs(world="simulator", model=deepseek)) == []
+    assert MLA().conversion(deepseek) == ""
+    assert MLA().adapt_model(deepseek).mla == deepseek.mla
+    with pytest.raises(ConfigError, match=r"mla:rank=0\.5: deepseek-v3 was trained with latents"):
+        MLA(MLA.Options(rank=0.5)).adapt_model(deepseek)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(qk_norm=True), "its keys are normed head by head"),
+        (dict(layer_windows=(4, None)), "some layers see a sliding window"),
+        (dict(attn_softcap=50.0), "its scores are capped"),
+        (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rotary positions depend on the length"),
+    ],
+)
+def test_what_has_no_latents_is_refused_in_both_worlds(changes: dict[str, Any], words: str) -> None:
+    for world in ("engine", "simulator"):
+        reasons = MLA.why_not(Needs(world=world, model=replace(MODEL, **changes)))
+        assert len(reasons) == 1 and words in reasons[0]
