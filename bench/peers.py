@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from twinfer.core.catalog import resolve_spec
+
 HERE = Path(__file__).resolve().parent
 WORKLOADS = ("b1", "b8", "b32", "mixed")
 MAX_MODEL_LEN = 768
@@ -70,7 +72,7 @@ class Cell:
 
     def text(self) -> str:
         if not self.rates:
-            return "n/a" if self.unserved else "failed"
+            return "n/a" if self.unserved else "-"
         mark = "!" if max(self.others) > LOUD else ""
         return f"{self.median:.0f} ({min(self.rates):.0f}-{max(self.rates):.0f}){mark}"
 
@@ -92,8 +94,10 @@ class Engine:
         )  # fmt: skip
         try:
             self._answer(LOAD_S)
-        finally:
-            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
 
     def run(self, requests: Requests, cell: Cell, count: bool = True) -> None:
         """Serve `requests` and note the rate in `cell` (unless not to be counted). Raises EngineFailed."""
@@ -165,7 +169,7 @@ def _busy_seconds() -> float:
 
 def engines_of(args: argparse.Namespace) -> list[tuple[str, str, str, dict[str, Any]]]:
     """(name, kind, python, options) of every engine asked for."""
-    common = {"threads": args.threads, "max_num_seqs": args.max_num_seqs, "max_model_len": MAX_MODEL_LEN}
+    common = {"threads": args.threads, "max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len}
     found = [
         (f"twinfer {name}", "twinfer", sys.executable, common | {"model": args.model, "format": name})
         for name in args.format or ["float32"]
@@ -215,6 +219,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, dict[str, Cell]], dict[
                         engine.run(requests_of(workload, args.vocab, round_), cell, count=round_ > 0)
                     except EngineFailed as error:
                         failures[engine.name] = str(error)
+    except KeyboardInterrupt:
+        say("stopped; this is what was measured\n")
     finally:
         for engine in engines:
             engine.close()
@@ -245,7 +251,7 @@ def ratio(ours: Cell, peer: Cell) -> str:
 
 def report(table: dict[str, dict[str, Cell]], failures: dict[str, str], args: argparse.Namespace) -> None:
     say("")
-    print(f"output tokens/s, median (range) of {args.rounds} interleaved rounds, {args.threads} threads")
+    print(f"output tokens/s, median (range) of up to {args.rounds} interleaved rounds, {args.threads} threads")
     print_table(("", *args.workloads), [(name, *(c.text() for c in cells.values())) for name, cells in table.items()])
     peers = [name for name in table if not name.startswith("twinfer")]
     if peers:
@@ -279,16 +285,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), help="b1,b8,mixed")
-    parser.add_argument("--vocab", type=int, help="ids of prompts lie below it; twinfer's unless given")
     parser.add_argument("--json", type=Path, help="also write all rates there")
     args = parser.parse_args()
     for workload in args.workloads:
         if workload != "mixed" and not workload.removeprefix("b").isdigit():
             parser.error(f"--workloads: {workload!r} is none; known: bN and mixed")
-    if args.vocab is None:
-        from twinfer.core.catalog import resolve_spec
-
-        args.vocab = resolve_spec(args.model).vocab_size
+    spec = resolve_spec(args.model)
+    args.vocab, args.max_model_len = spec.vocab_size, min(MAX_MODEL_LEN, spec.max_context)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit, too, leaves a table
     table, failures = measure(args)
     report(table, failures, args)
     if args.json:

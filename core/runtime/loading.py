@@ -138,16 +138,21 @@ def load_engine(
     native.load()  # built here, so that no step waits for a compiler
     linear = linears_of(setup, registry, target)
     ranks = None
-    if setup.config.tp == 1:
-        model = load_share(setup, weights, registry, target, linear=linear)
-    else:
+    if setup.config.tp > 1:
         ranks = Ranks(setup.config.tp, target, registry, on_phase or (lambda phase: None))
-        model = ranks.load(
-            setup, weights, lambda parallel: load_share(setup, weights, registry, target, parallel, linear)
-        )
-    if linear is not None:
-        setup = replace(setup, reasons={**setup.reasons, "quantizer": getattr(linear, "reason", "")})
-    executor = _executor(setup, registry, model, tokenizer, ranks)
+
+    def load(parallel: Parallel = ALONE) -> DecoderModel:
+        return load_share(setup, weights, registry, target, parallel, linear)
+
+    try:
+        model = load() if ranks is None else ranks.load(setup, weights, load)
+        if linear is not None:
+            setup = replace(setup, reasons={**setup.reasons, "quantizer": getattr(linear, "reason", "")})
+        executor = _executor(setup, registry, model, tokenizer, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     return Engine(setup, registry, device, spec, weights, tokenizer, model, executor, ranks)
 
 

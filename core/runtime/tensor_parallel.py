@@ -51,7 +51,7 @@ BLAME_S = 5.0  # for a rank that failed to be told from those that only lost it
 END_S = 5.0  # for a rank to end by itself
 
 _BOOT = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    "import signal, sys; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)]\n"
     "from multiprocessing.connection import Connection\n"
     "channel = Connection(int(sys.argv[1])); sys.path[:] = channel.recv()\n"
     "from twinfer.core.runtime.tensor_parallel_rank import main; main(channel)\n"
@@ -127,9 +127,9 @@ class Ranks:
 
         Raises what rank 0's own loading raises, and the other ranks' ConfigError or ModelError.
         """
-        self._on_phase(f"loading the shares of {self.size} ranks")
-        self._tell(Load(_pickled(setup), weights))
         try:
+            self._on_phase(f"loading the shares of {self.size} ranks")
+            self._tell(Load(_pickled(setup), weights))
             share = load_share(self.parallel)
             self.weight_bytes = tuple(answer.weight_bytes for answer in self._answers("loading its share"))
         except BaseException:
@@ -154,6 +154,7 @@ class Ranks:
 
     def step(self, number: int, plan: StepPlan) -> None:
         """Start a step on the other ranks. EngineError also when one of them has failed since the last."""
+        self._check_open()
         if wait(self.channels, 0):  # a rank that is well says nothing
             raise self._why_lost("in a step")
         self._tell(Step(number, plan))
@@ -216,9 +217,12 @@ class Ranks:
         if self.device.type == "cuda":
             threading.Thread(target=_abort_with_a_rank, args=(joined.group, self.processes), daemon=True).start()
 
-    def _tell(self, message: object) -> None:
+    def _check_open(self) -> None:
         if self._over:
             raise EngineError(f"the ranks of --tp {self.size} have ended ({self._over}); load the engine again")
+
+    def _tell(self, message: object) -> None:
+        self._check_open()
         data = pickle.dumps(message)
         with self._telling():
             for channel in self.channels:
@@ -248,15 +252,18 @@ class Ranks:
         """The error of the rank that failed first, not of those that lost it."""
         heard = heard or {}
         end = time.monotonic() + BLAME_S
-        while not any(f is None or not f.lost_peer for f in heard.values()) and time.monotonic() < end:
+        while all(map(_is_victim, heard.values())) and time.monotonic() < end:
             silent = {c: i for i, c in enumerate(self.channels) if i not in heard}
+            if not silent:
+                break
             for channel in wait(list(silent), POLL_S):
                 assert isinstance(channel, Connection)
                 answer = _heard(channel)
                 if not isinstance(answer, Done):
                     heard[silent[channel]] = answer
-        for index, failed in sorted(heard.items(), key=lambda item: item[1] is not None and item[1].lost_peer):
-            return self._error(index, failed, doing)
+        if heard:
+            index = min(heard, key=lambda i: _is_victim(heard[i]))
+            return self._error(index, heard[index], doing)
         return EngineError(
             f"--tp {self.size}: the ranks lost each other {doing}, and all are still alive; run again, or with --tp 1"
         )
@@ -313,6 +320,10 @@ def _heard(channel: Connection) -> Done | Failed | None:
     except (EOFError, OSError):
         return None
     return answer
+
+
+def _is_victim(failed: Failed | None) -> bool:
+    return failed is not None and failed.lost_peer
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

@@ -8,7 +8,7 @@ and sampling depends on nothing else. What fails here is told once (`Failed`), t
 Invariants
 * The order of messages is the order of collectives; nothing else decides what is computed here.
 * The process ends when rank 0 does, whatever it is doing: its stdin is a pipe that closes with rank 0.
-* Ctrl-C is for rank 0 alone; it ends its ranks.
+* Ctrl-C and SIGTERM are for rank 0 alone; it ends its ranks.
 """
 
 from __future__ import annotations

@@ -125,9 +125,10 @@ def served(setup: Setup, executor: Executor, asked: Sequence[Request]) -> tuple[
 def test_two_ranks_say_what_one_says(
     case: str, tiny: Callable[[str], TinyModel], pair: Ranks, registry: Registry
 ) -> None:
-    """Dense, MoE and MLA, through chunked prefill, prefix hits, preemption, copy-on-write; odd vocabulary."""
+    """Dense, MoE and MLA, through chunked prefill, prefix hits, preemption, copy-on-write, swap; odd vocabulary."""
     model = tiny(case)
-    alone, shared = (setup_of(model.folder, registry, tp) for tp in (1, 2))
+    swap = dict(preemption="swap", host_kv_bytes=2**16) if case == "mqa" else {}
+    alone, shared = (setup_of(model.folder, registry, tp, **swap) for tp in (1, 2))
     expected, _ = served(alone, torch_executor(alone, registry, model.model), requests())
     share = pair.load(shared, model.folder, lambda rank: load_share(shared, model.folder, registry, CPU, rank))
     inner = torch_executor(shared, registry, share)
