@@ -73,7 +73,9 @@ class TokenTable:
 
     __slots__ = ("_rows", "first", "head", "num_rows", "parallel", "weight")
 
-    def __init__(self, weight: Weight, tied: bool, parallel: Parallel = ALONE, linear: LinearFactory = dense) -> None:
+    def __init__(
+        self, weight: Tensor | StoredBlocks, tied: bool, parallel: Parallel = ALONE, linear: LinearFactory = dense
+    ) -> None:
         self.num_rows = weight.shape[0]
         self.parallel, self.first = parallel, parallel.rank * self.num_rows
         self.head = linear("lm_head", weight, None) if tied else None

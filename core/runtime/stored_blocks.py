@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class Stacked:
         return torch.cat([dense_of(part).float() for part in self.parts])
 
 
-Weight = Tensor | StoredBlocks | Stacked
+Weight: TypeAlias = Tensor | StoredBlocks | Stacked
 """A weight `[out, in]` as a `LinearFactory` gets it; blocks only when the factory takes them (`takes_blocks`)."""
 
 

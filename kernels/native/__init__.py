@@ -159,7 +159,7 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> tuple[Library |
     import torch  # noqa: F401 - its OpenMP runtime has to be there before ours is looked for
 
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
-    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         return None, f"no C++ compiler found (looked for {', '.join(compilers)})"
     key = _key(compiler)
