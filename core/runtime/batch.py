@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,9 @@ class PackedBatch:
     spans: tuple[Span, ...]
     logits_index: Tensor
     """Packed positions whose logits are wanted, in row order."""
-    others: tuple[GroupView, ...] = ()
+    others: tuple[GroupView, ...]
+    numbers: Tensor
+    """What all tensors here are views of: one copy moves them all."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,20 +72,11 @@ class PackedBatch:
 
     def clone(self) -> PackedBatch:
         """The same batch with tensors of its own."""
-        return replace(
-            self, tokens=self.tokens.clone(), positions=self.positions.clone(), slots=self.slots.clone(),
-            logits_index=self.logits_index.clone(),
-            others=tuple(group._replace(slots=group.slots.clone()) for group in self.others),
-        )  # fmt: skip
+        return _split(self.numbers.clone(), [group.spans for group in self.groups], self.num_tokens)
 
     def take(self, other: PackedBatch) -> None:
         """Copy the tensors of a batch of the same shape into those of this one; the spans stay."""
-        self.tokens.copy_(other.tokens)
-        self.positions.copy_(other.positions)
-        self.slots.copy_(other.slots)
-        self.logits_index.copy_(other.logits_index)
-        for mine, theirs in zip(self.others, other.others, strict=True):
-            mine.slots.copy_(theirs.slots)
+        self.numbers.copy_(other.numbers)
 
     @property
     def groups(self) -> tuple[GroupView, ...]:
@@ -93,41 +86,44 @@ class PackedBatch:
 
 def num_logits(need: Need, length: int, draft: int) -> int:
     """Positions of a row that go through the LM head; always its last ones."""
-    return {Need.NONE: 0, Need.LAST: 1, Need.BEAM: 1, Need.DRAFTS: draft + 1, Need.ALL: length}[need]
+    if need is Need.LAST or need is Need.BEAM:
+        return 1
+    if need is Need.DRAFTS:
+        return draft + 1
+    return length if need is Need.ALL else 0
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device | str = "cpu") -> PackedBatch:
     """Pack `rows` in order. Raises ValueError for a row whose table is too short for its tokens."""
     spans: list[Span] = []
     ids: list[int] = []
-    positions, slots = [], []
+    positions: list[int] = []
+    slots: list[int] = []
     wanted: list[int] = []
     for row in rows:
         offset, length = len(ids), len(row.tokens)
         stop = row.start + length
         if length == 0 or stop > row.table.capacity:
             raise ValueError(f"row of {length} tokens at {row.start} does not fit {row.table.capacity} slots")
-        ids.extend(row.tokens)
-        positions.append(np.arange(row.start, stop, dtype=np.int64))
-        slots.append(row.table.slots[row.start : stop])
+        ids += row.tokens
+        positions += range(row.start, stop)
+        slots += row.table.slots[row.start : stop].tolist()
         spans.append(Span(offset, length, row.start, row.table))
-        wanted.extend(range(offset + length - num_logits(row.need, length, row.draft), offset + length))
+        wanted += range(offset + length - num_logits(row.need, length, row.draft), offset + length)
+    groups = [tuple(spans)]
+    for number in range(1, 1 + len(rows[0].table.others)):
+        groups.append(tuple(span._replace(table=span.table.group(number)) for span in spans))
+        for span in groups[number]:
+            slots += span.table.slots[span.start : span.stop].tolist()
+    numbers = torch.from_numpy(np.array(ids + positions + slots + wanted, dtype=np.int64))
+    return _split(numbers.to(device), groups, len(ids))
 
-    def tensor(values: object) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
 
-    others = tuple(
-        GroupView(
-            tensor(np.concatenate([span.table.group(number).slots[span.start : span.stop] for span in spans])),
-            tuple(span._replace(table=span.table.group(number)) for span in spans),
-        )
-        for number in range(1, 1 + len(rows[0].table.others))
-    )
+def _split(numbers: Tensor, groups: Sequence[tuple[Span, ...]], num_tokens: int) -> PackedBatch:
+    """A batch of views of `numbers`: tokens, positions, slots of each group, logits index."""
+    sizes = [num_tokens] * (2 + len(groups))
+    tokens, positions, slots, *others, wanted = numbers.split([*sizes, len(numbers) - sum(sizes)])
     return PackedBatch(
-        tokens=tensor(ids),
-        positions=tensor(np.concatenate(positions)),
-        slots=tensor(np.concatenate(slots)),
-        spans=tuple(spans),
-        logits_index=tensor(wanted),
-        others=others,
-    )
+        tokens, positions, slots, groups[0], wanted,
+        tuple(GroupView(mine, spans) for mine, spans in zip(others, groups[1:], strict=True)), numbers,
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from twinfer.core.runtime.parallel import ALONE, Mark, Parallel
 from twinfer.core.runtime.stored_blocks import StoredBlocks, Weight, dense_of, stacked
 from twinfer.kernels import ops
+from twinfer.kernels.gemm import Arena
 
 Linear = Callable[[Tensor], Tensor]
 """`[tokens, in]` to `[tokens, out]`. One with `rows(ids)` (rows of its weight, `[count, in]`) may hold a token table."""
@@ -39,6 +40,14 @@ def owned(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
+_arena = Arena()
+
+
+def _in_huge_pages(weight: Tensor) -> Tensor:
+    """A copy of a CPU tensor in the memory that packed weights have: a step streams all of it."""
+    return _arena.take(weight.nbytes).view(weight.dtype).view(weight.shape).copy_(weight)
+
+
 class Dense:
     """`x [tokens, in]` to `[tokens, out]`."""
 
@@ -46,7 +55,7 @@ class Dense:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.transposed = weight.device.type == "cpu"
-        self.weight = owned(weight.t().contiguous() if self.transposed else weight.contiguous())
+        self.weight = _in_huge_pages(weight.t()) if self.transposed else owned(weight.contiguous())
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -35,9 +35,9 @@ class Profile:
         self._seconds[op] = self._seconds.get(op, 0.0) + now - self._last
         self._last = now
 
-    def add(self, seconds: Sequence[tuple[str, float]]) -> None:
+    def add(self, seconds: Mapping[str, float]) -> None:
         """Times by op that a recorded pass took since the last mark (`replay.py`)."""
-        for op, took in seconds:
+        for op, took in seconds.items():
             self._seconds[op] = self._seconds.get(op, 0.0) + took
         self._last = time.perf_counter()
 

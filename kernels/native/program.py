@@ -90,6 +90,8 @@ class Program:
             self.refuse("no native kernels")
             return
         self._stamps = np.zeros(len(self.marks) + 1, dtype=np.int64)
+        self._mark_names = list(dict.fromkeys(self.marks))
+        self._mark_index = np.array([self._mark_names.index(mark) for mark in self.marks], dtype=np.int64)
         at = self._stamps.ctypes.data
         stamp = library.function("tw_stamp", (ctypes.c_void_p,)).words
         calls = [(stamp, [at])]
@@ -103,6 +105,7 @@ class Program:
             (address, self._words.ctypes.data + 8 * int(o)) for (address, _), o in zip(calls, offsets, strict=True)
         ]
         self._table = np.array(pairs, dtype=np.uint64)
+        self._address = self._table.ctypes.data
         self._run = library.function("tw_run", (ctypes.c_void_p, ctypes.c_int64))
 
     # --- running ------------------------------------------------------------------------------------
@@ -110,11 +113,14 @@ class Program:
     def run(self) -> None:
         """Repeat the calls."""
         assert not self.refusal
-        self._run(self._table.ctypes.data, len(self._table))
+        self._run(self._address, len(self._table))
 
-    def seconds(self) -> list[tuple[str, float]]:
-        """(mark, time since the mark before) of the last run, in order."""
-        return list(zip(self.marks, (np.diff(self._stamps) * 1e-9).tolist(), strict=True))
+    def seconds(self) -> dict[str, float]:
+        """Time by mark of the last run: what passed since the mark before belongs to a mark."""
+        if not self.marks:
+            return {}
+        sums = np.bincount(self._mark_index, np.diff(self._stamps) * 1e-9)
+        return dict(zip(self._mark_names, sums.tolist(), strict=True))
 
 
 class _OnlyViews(TorchDispatchMode):
