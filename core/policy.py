@@ -63,7 +63,8 @@ class View:
     now: seconds on the driver's clock.
     running: sequences that hold a row, oldest admission first.
     waiting: sequences that hold nothing, in `Scheduler.order`; iterate lazily, it can be very long. It ends
-        early once the core admits no more in this step.
+        early once the core admits no more in this step. Beams that wait for their fellows have nothing `remaining`
+        while they run, and are passed over here when they have lost their blocks.
     num_waiting: its length.
     free_blocks: blocks that can be handed out now (free and idle-cached).
     """

@@ -302,7 +302,7 @@ def live(
             world.finish_step(0 if rng.random() < 0.01 else None)
         elif luck < 0.65 and world.transfers():
             world.end_transfer(rng.choice(world.transfers()), rng.random() < 0.7)
-        elif luck < 0.66:
+        elif 0.65 <= luck < 0.66:
             world.restore()
         else:
             world.launch()
