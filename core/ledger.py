@@ -36,12 +36,13 @@ from twinfer.core.request import Sequence
 class Table:
     """Blocks of one sequence, and how far they are published."""
 
-    __slots__ = ("blocks", "first", "groups", "node", "open", "published")
+    __slots__ = ("blocks", "first", "groups", "leaves_at", "node", "open", "published")
 
     def __init__(self, num_groups: int = 1) -> None:
         self.groups: list[list[int]] = [[] for _ in range(num_groups)]
         self.blocks = self.groups[0]
         self.first = [0] * num_groups  # holes at the front of each group
+        self.leaves_at = 0  # no group leaves a block before this position is computed
         self.published = 0  # leading blocks that are in the prefix tree (or have a twin there)
         self.node: object = None  # tree node of the last of them
         self.open = 0  # positions from `computed` to here (exclusive) can be written as things stand
@@ -296,7 +297,8 @@ class Ledger:
         """Fresh blocks behind those that were hit, for KV up to `num_tokens` that is written back in this step."""
         table, size = self.tables[seq.id], self.block_size
         held = len(table.blocks)
-        self._leave(table, num_tokens)
+        if self.sliding:
+            self._leave(table, num_tokens)
         grown = self.grow(seq, num_tokens, num_tokens)
         assert not isinstance(grown, int)
         for blocks, first in zip(table.groups, table.first, strict=True):
@@ -310,8 +312,9 @@ class Ledger:
         table = self.tables[seq.id]
         size = self.block_size
         pool = self.pool
-        if new - old == 1 and not self.sliding:
-            pool.fill_to(table.blocks[old // size], old % size + 1)
+        if new - old == 1:
+            for blocks in table.groups:
+                pool.fill_to(blocks[old // size], old % size + 1)
         else:
             for index in range(old // size, -(-new // size)):
                 end = new - index * size
@@ -320,7 +323,7 @@ class Ledger:
                         pool.fill_to(blocks[index], end if end < size else size)
         if (table.published + 1) * size <= new and self.cache.shares_prefixes and seq.request.cache_prefix:
             self._publish(seq, table, new)
-        if self.sliding:
+        if self.sliding and new >= table.leaves_at:
             self._leave(table, new)
 
     def _leave(self, table: Table, computed: int) -> None:
@@ -333,6 +336,8 @@ class Ledger:
                 blocks[first:low] = [HOLE] * len(left)
                 table.first[group] = low
                 self.pool.drop(left[::-1])  # as if left one by one: what a longer prefix can use is evicted last
+        size = self.block_size
+        table.leaves_at = min((table.first[group] + 1) * size + window - 1 for group, window in self.sliding)
 
     def _publish(self, seq: Sequence, table: Table, computed: int) -> None:
         size, pool = self.block_size, self.pool

@@ -342,6 +342,8 @@ class KVCacheKit(_Kit):
                 if num <= limits.max_model_len:
                     reserved = cache.reserve(num, limits)
                     require(reserved >= num, f"{cache.name}: reserve({num}) gave {reserved}; give at least {num}")
+                    exact = reserved == num or not getattr(cache, "frees_windows", False)
+                    require(exact, f"{cache.name}: frees windows, so reserve({num}) must not ask for {reserved}")
                     require(reserved >= last, f"{cache.name}: reserve({num}) is less than for fewer tokens")
                     last = reserved
 

@@ -127,10 +127,10 @@ def test_wrap_around_at_every_offset_of_a_block_boundary(window: int, length: in
 @every_layout
 def test_chunks_drafts_and_outstanding_steps(windows: Windows, drafts: int, depth: int) -> None:
     """Rows in flight, and drafts that turn out wrong, read what is still theirs (edge 17)."""
-    for budget in (1, 3, 5, 16):
+    for budget in (1, 5, 16):
         limits = {"max_num_batched_tokens": budget, "max_outstanding": depth}
         world = make_world(windows, 40, max_drafts=drafts, lazy=budget % 2 == 1, limits=limits)
-        for i in range(4):
+        for i in range(3):
             world.submit(ask(f"r{i}", prompt(9 + 4 * i, 30 * (i // 2)), 12))
             world.advance()
         world.drain()
@@ -220,7 +220,7 @@ def expected_hit(ledger: Ledger, seq: Sequence) -> int:
 
 
 @every_layout
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_hits_are_the_longest_that_cover_every_window(windows: Windows, data: st.DataObject) -> None:
     """Blocks of a cached prompt are evicted at random; the rest is hit as far as it serves."""
@@ -250,7 +250,7 @@ def test_a_prompt_is_hit_again_although_its_windows_were_left(windows: Windows) 
     world = make_world(windows, 200)
     world.submit(ask("a", prompt(40), 12))
     world.drain()
-    for length in range(1, 45):
+    for length in range(1, 45, 3):
         world.submit(ask(f"b{length}", prompt(length), 3))
         world.drain()
         assert world.current[f"b{length}"].ends[0].num_cached_tokens == (min(length, 40) - 1 + (length > 40)) // 4 * 4
@@ -287,13 +287,13 @@ def test_samples_fork_what_the_leader_still_has(windows: Windows, length: int) -
 @pytest.mark.parametrize("what", ["preempted", "swapped", "loaded", "sent", "beams"])
 def test_everything_else_that_moves_kv(windows: Windows, what: str) -> None:
     seen = 0
-    for seed in range(4):
+    for seed in range(2):
         rng = random.Random(f"{what}-{seed}")
         tight = what in ("preempted", "swapped")
         limits = {"num_host_blocks": 50 if what == "swapped" else 0, "max_outstanding": 1 + seed % 2}
         num_blocks = (5 + seed % 3) * len(windows) if tight else 100
         world = make_world(windows, num_blocks, limits=limits, sharing=bool(seed % 3))
-        for i in range(5):
+        for i in range(4):
             length = rng.randint(2, 5) if tight else rng.randint(2, 30)
             more: dict[str, object] = {}
             if what == "loaded":
@@ -302,14 +302,14 @@ def test_everything_else_that_moves_kv(windows: Windows, what: str) -> None:
                 more["kv_to"] = "peer"
             elif what == "beams":
                 more["beam_width"] = 2
-            world.submit(ask(f"r{i}", prompt(length, 40 * (i % 3)), 18, **more))
+            world.submit(ask(f"r{i}", prompt(length, 40 * (i % 3)), 13, **more))
         world.drain()
         ends = [end for tracked in world.requests for end in tracked.ends.values()]
         seen += {
             "preempted": sum(end.num_preemptions for end in ends), "swapped": sum(end.num_swaps for end in ends),
             "beams": world.memory.forks_made,
         }.get(what, sum(len(plan.moves) for plan in world.plans))  # fmt: skip
-    assert seen > 3
+    assert seen > 1
 
 
 # --- the audit -------------------------------------------------------------------------------------
