@@ -384,10 +384,13 @@ def memory_answer(
     per_token, weights = spec.kv_bytes_per_token(tp=tp), int(spec.weight_bytes(tp))
     kv_bytes, equation = batch * context * per_token, f"{batch} * {context} * {per_token!r}"
     if any(group.window is not None for group in groups):
-        terms = [(len(group.layers), min(context, group.window or context)) for group in groups]
+        layers: dict[int, int] = {}  # how many keep so many tokens
+        for group in groups:
+            kept = min(context, group.window or context)
+            layers[kept] = layers.get(kept, 0) + len(group.layers)
         per_layer = spec.kv_bytes_per_token_layer(tp=tp)
-        kv_bytes = batch * sum(layers * tokens for layers, tokens in terms) * per_layer
-        equation = f"{batch} * ({' + '.join(f'{layers} * {tokens}' for layers, tokens in terms)}) * {per_layer!r}"
+        kv_bytes = batch * sum(kept * count for kept, count in layers.items()) * per_layer
+        equation = f"{batch} * ({' + '.join(f'{count} * {kept}' for kept, count in layers.items())}) * {per_layer!r}"
     activations = activation_bytes(spec, config.max_num_batched_tokens, config.max_num_seqs, tp)
     answer: dict[str, Any] = {
         "model": spec.name, "attention": spec.variant, "dtype": spec.dtype, "kv_dtype": spec.kv_dtype, "tp": tp,

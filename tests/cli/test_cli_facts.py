@@ -19,6 +19,8 @@ import pytest
         (("llama-2-7b", "--context", "2048"), {"kv_bytes": 2**30}),
         (("llama-2-7b", "--context", "2048", "--batch", "3"), {"kv_bytes": 3 * 2**30}),
         (("llama-2-70b", "--context", "8192"), {"kv_bytes": 8192 * 327_680, "context": 8192}),
+        (("gemma-2-9b", "--context", "8192"), {"kv_bytes": 21 * (8192 + 4096) * 8 * 512 * 2}),  # half slide over 4,096
+        (("gemma-2-9b", "--context", "8192", "--kv-cache", "contiguous"), {"kv_bytes": 42 * 8192 * 8 * 512 * 2}),
         (("llama-3.1-8b", "--tp", "8"), {"kv_bytes_per_token": 131_072 // 8}),
         (("llama-3.1-8b", "--tp", "16"), {"kv_bytes_per_token": 131_072 // 8}),
         (("llama-3.1-8b",), {"context": 4096, "kv_bytes_per_token": 131_072}),

@@ -101,3 +101,19 @@ def test_the_core_it_builds_runs(registry: Registry) -> None:
     assert (core.seed, core.limits.max_num_seqs, core.ledger.namespace) == (5, 3, resolve_spec(MODEL).name)
     core.receive(Submit(Request(id="a", prompt=(1, 2, 3))), 0.0)
     assert isinstance(core.next_step(0.0), StepPlan)
+
+
+@pytest.mark.parametrize(
+    ("cache", "windows"),
+    [("paged", (None, 4096)), ("paged:free_windows=false", (None,)), ("contiguous", (None,))],
+)
+def test_cache_groups_are_the_caches_decision_and_the_pool_stays_within_its_memory(
+    cache: str, windows: tuple[int | None, ...]
+) -> None:
+    """Gemma 2 9B: 21 of 42 layers have a window of 4,096 tokens."""
+    config = EngineConfig(model="gemma-2-9b", kv_cache=cache, kv_memory_bytes=2**33)
+    setup = resolve(config, resolve_spec("gemma-2-9b"), Registry(entry_points=False))
+    assert setup.build_core().ledger.windows == windows == tuple(group.window for group in setup.groups)
+    assert setup.kv_bytes_per_slot * len(windows) == setup.kv_bytes_per_token == 42 * 8 * 512 * 2
+    page = setup.block_size * setup.kv_bytes_per_slot
+    assert setup.kv_pool_bytes == setup.limits.num_blocks * page <= 2**33 < setup.kv_pool_bytes + page
