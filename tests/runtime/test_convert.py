@@ -246,3 +246,17 @@ def test_a_short_calibration_text_is_refused(checkpoint: Callable[..., Path], tm
     text.write_text("Too short.")
     with pytest.raises(ConfigError, match="says too little of 64 dimensions"):
         load_engine(config(checkpoint("Llama"), f"mla:rank=0.5,calibration={text}"))
+
+
+def test_two_ranks_hold_a_converted_checkpoint(tiny_llama_dir: Path) -> None:
+    """Conversion comes first, then each rank takes its heads."""
+
+    def answers(**fields: Any) -> list[tuple[int, ...]]:
+        engine = load_engine(config(tiny_llama_dir, **fields))
+        with LLM.of(engine) as llm:
+            ids = [engine.tokenizer.encode(p) for p in PROMPTS]
+            results = llm.generate(ids, SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.close()
+        return [tuple(result.outputs[0].token_ids) for result in results]
+
+    assert answers(attention="mla", tp=2) == answers()
