@@ -39,13 +39,14 @@ from twinfer.core.registry import Registry
 from twinfer.core.request import Request
 from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.parallel import ALONE, Parallel
-from twinfer.core.runtime.process_group import Group, PeerLost, backend_of, join
+from twinfer.core.runtime.process_group import Group, PeerLost, ProcessGroupRank, backend_of, join
 from twinfer.core.runtime.tensor_parallel_rank import Admit, Build, Done, Drop, Failed, Job, Join, Load, Step
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
 
 OnPhase = Callable[[str], None]
 
+MEET_S = 0.1  # between two looks at processes while the ranks meet
 POLL_S = 1.0  # between two looks at processes whose pipes are silent
 BLAME_S = 5.0  # for a rank that failed to be told from those that only lost it
 END_S = 5.0  # for a rank to end by itself
@@ -207,15 +208,28 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="twinfer-tp-") as folder:
             store = str(Path(folder) / "store")
             self._tell(Join(store))
-            try:
-                joined = join(0, self.size, self.device, store)
-            except PeerLost:
-                raise self._why_lost("meeting the others") from None
+            joined = self._meet(store)
             self.parallel = joined
             self._groups.append(joined.group)
             self._answers("meeting the others")
         if self.device.type == "cuda":
             threading.Thread(target=_abort_with_a_rank, args=(joined.group, self.processes), daemon=True).start()
+
+    def _meet(self, store: str) -> ProcessGroupRank:
+        """Join the group, in a thread, so that a rank which dies before it comes is not waited for."""
+        met: list[ProcessGroupRank] = []
+
+        def meet() -> None:
+            with contextlib.suppress(PeerLost):
+                met.append(join(0, self.size, self.device, store))
+
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        while thread.is_alive() and all(process.poll() is None for process in self.processes):
+            thread.join(MEET_S)
+        if not met:
+            raise self._why_lost("meeting the others")
+        return met[0]
 
     def _check_open(self) -> None:
         if self._over:

@@ -191,6 +191,25 @@ def test_a_share_that_cannot_be_loaded_is_one_error(tiny_llama_dir: Path, regist
         ranks.load(setup, tiny_llama_dir, lambda rank: None)
 
 
+def test_a_rank_that_dies_before_the_ranks_meet(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Ranks] = []
+
+    class Doomed(Ranks):
+        def _meet(self, store: str) -> Any:
+            made.append(self)
+            self.processes[0].kill()
+            self.processes[0].wait()  # so that it cannot have come already
+            begin = time.monotonic()
+            try:
+                return super()._meet(store + "-elsewhere")
+            finally:
+                assert time.monotonic() - begin < 5
+
+    with pytest.raises(EngineError, match=r"rank 1 of --tp 2 died meeting the others \(exit code -9"):
+        Doomed(2, CPU, registry, lambda phase: None)
+    assert_ended(made[0])
+
+
 def test_llm_on_two_ranks_and_a_rank_that_fails(tiny_llama_dir: Path) -> None:
     """The whole public path; then an exception on the other rank ends the engine, with its text."""
     prompts = [[5, 6, 7, 8, 9], [9] * 30]
