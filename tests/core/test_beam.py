@@ -8,6 +8,7 @@ import random
 import pytest
 from content_oracle import World, reference_beams
 
+from twinfer.core.beam import Beam
 from twinfer.core.events import Submit
 from twinfer.core.params import SamplingParams
 from twinfer.core.policy import Limits
@@ -201,3 +202,18 @@ def test_random_crowds(seed: int) -> None:
             for _ in range(rng.randint(0, 8)):
                 world.advance()
         world.drain()
+
+
+def test_equal_sums_go_to_the_better_beam_then_to_the_smaller_id() -> None:
+    core = make_world().core
+    core.receive(Submit(beams(width=3)), 0.0)
+    group = core.requests["r0"][0].beams
+    assert group is not None
+    first = group.seqs[0]
+    group.answers[first.id] = ((9, -1.0), (2, -1.0), (5, -1.0), (7, -1.0), (1, -2.0), (0, -2.0))
+    assert [(heir.parent, heir.token) for heir in group.select()] == [(0, 2), (0, 5), (0, 7)]
+    for seq, token in zip(group.seqs, (2, 5, 7), strict=True):
+        seq.output = [token]
+    group.live = [Beam(seq, -1.0) for seq in group.seqs]
+    group.answers = {seq.id: ((6, -1.0), (4, -1.0), (8, -3.0)) for seq in group.seqs}
+    assert [(heir.parent, heir.token) for heir in group.select()] == [(0, 4), (0, 6), (1, 4)]

@@ -191,3 +191,22 @@ def test_forks_drafts_and_snapshots_under_swapping(n: int, drafts: int, lazy: bo
                 world.restore()
         world.drain()
         assert world.memory.blocks_swapped_in, (depth, slots)
+
+
+def test_a_sample_does_not_fork_from_a_leader_that_is_just_coming_back() -> None:
+    """Copies are made before swap-ins, so the fork's copy of the leader's last block would be of an empty one."""
+    world = make_world(20, num_blocks=12, sharing=False)
+    core = world.core
+    world.submit(request(0, length=10, n=2, seed=5, temperature=1.0))
+    world.launch()
+    world.finish_step()
+    leader = core.sequences["r0"]
+    assert leader.computed == 10 and core.sequences["r0/1"].status is Status.WAITING
+    core.preempt(leader)
+    core.running.clear()
+    core.enqueue(leader)
+    plan = world.launch()
+    assert isinstance(plan, StepPlan) and [swap.seq for swap in plan.swap_ins] == ["r0"]
+    assert [row.seq for row in plan.rows] == ["r0"]
+    world.drain()
+    assert world.memory.copies_made, "it forked a step later"
