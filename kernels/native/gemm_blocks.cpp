@@ -78,7 +78,7 @@ void quantize_row(const float* x, long blocks, uint8_t* tile, int rows, int r, c
     float* scales = reinterpret_cast<float*>(tile + size_t(rows) * BLOCK) + r;
     for (long b = 0; b < blocks; ++b, x += BLOCK, q += stride, scales += stride / 4) {
         const __m512 lo = _mm512_loadu_ps(x), hi = _mm512_loadu_ps(x + 16);
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
+        const float most = tiles::largest(_mm512_max_epi32(tiles::magnitude(lo), tiles::magnitude(hi)));
         const float d = most / 127.0f;
         const __m512 inverse = _mm512_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
         const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(lo, inverse));

@@ -21,10 +21,10 @@ constexpr int AHEAD = 4096;
 size_t row_bytes(long groups) { return size_t(groups) * 4 + 8; }
 
 void quantize_row(const float* x, long k, long groups, uint8_t* tile, int rows, int r) {
-    __m512 most = _mm512_setzero_ps();
+    __m512i most = _mm512_setzero_si512();
     for (long i = 0; i < k; i += 16)
-        most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(tiles::columns_mask(k - i), x + i)));
-    const float largest = _mm512_reduce_max_ps(most);
+        most = _mm512_max_epi32(most, tiles::magnitude(_mm512_maskz_loadu_ps(tiles::columns_mask(k - i), x + i)));
+    const float largest = tiles::largest(most);
     const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
     __m512i sum = _mm512_setzero_si512();
     uint8_t* q = tile + 4 * r;

@@ -111,6 +111,16 @@ inline void share(long panels, size_t panel_bytes, const RowTiles& rows, int thr
 }
 
 #ifdef TW_GEMM
+// Magnitudes, and the largest of them. Compared as integers, so that what is not a number is the largest: it has to reach
+// the result.
+inline __m512i magnitude(__m512 a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
+inline float largest(__m512i magnitudes) {
+    const int bits = _mm512_reduce_max_epi32(magnitudes);
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 // sum += unsigned bytes of a * signed bytes of b, four neighbours into each 32-bit lane. Written in assembly because
 // compilers copy the sum of the intrinsic around, which costs more than the product.
 inline void dot4(__m512i& sum, __m512i a, __m512i b) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }

@@ -146,6 +146,20 @@ def _pack(pack: str, weight: Tensor) -> gemm.Packed:
     return gemm.pack_blocks(pack, torch.from_numpy(data).view(len(weight), weight.shape[1] // 32, -1), gemm.Arena())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("pack", ["Q4_1", "Q8_0", "bf16", "int8"])
+def test_what_is_not_finite_reaches_its_row_and_no_other(pack: str, value: float) -> None:
+    x, weight, _ = _inputs(5, 18, 64)
+    packed = _pack(pack, weight)
+    fine = packed(x)
+    for column in (0, 17, 63):
+        broken = x.clone()
+        broken[3, column] = value
+        found = packed(broken)
+        assert not found[3].isfinite().any()
+        assert torch.equal(found[[0, 1, 2, 4]], fine[[0, 1, 2, 4]])
+
+
 def test_arena_hands_out_separate_zeroed_lines() -> None:
     arena = gemm.Arena()
     first, second = arena.take(100), arena.take(33 << 20)
