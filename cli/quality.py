@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from twinfer.core.runtime.perplexity import Perplexity
 
 
+_CHANGES = ("attention", "quantizer")
+"""Decisions that change what a model answers; printed with its perplexity."""
+
+
 def add_commands(app: typer.Typer) -> None:
     app.command("perplexity")(perplexity)
 
@@ -76,6 +80,9 @@ def perplexity(
         print(f"perplexity: {found.perplexity:.4f}")
         print(f"nats per token: {found.nats_per_token:.5f}" + (f" +- {error:.5f}" if error is not None else ""))
         print(f"tokens scored: {found.num_tokens:,} in {len(found.losses):,} chunks of at most {chunk}")
+        for name in _CHANGES:
+            if name in found.reasons:
+                print(f"{name}: {found.reasons[name]}")
     if not found.complete:
         show.note("stopped: the text was scored in part")
         raise typer.Exit(show.STOPPED)
@@ -86,7 +93,7 @@ def described(found: Perplexity) -> dict[str, Any]:
     return {
         "perplexity": found.perplexity, "nats_per_token": found.nats_per_token,
         "standard_error": found.standard_error, "num_tokens": found.num_tokens, "num_chunks": len(found.losses),
-        "chunk": found.chunk, "complete": found.complete,
+        "chunk": found.chunk, "complete": found.complete, "reasons": dict(found.reasons),
     }  # fmt: skip
 
 

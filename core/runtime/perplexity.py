@@ -13,8 +13,8 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,12 +44,13 @@ class Perplexity:
     """What was measured.
 
     losses: (sum of -ln p, scored tokens) of each chunk, in the order of the text.  complete: False when the run was
-    stopped before the end of the text.
+    stopped before the end of the text.  reasons: what was decided for the engine, as in a run's record.
     """
 
     losses: tuple[tuple[float, int], ...]
     chunk: int
     complete: bool = True
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -172,7 +173,7 @@ def score(
     losses = scorer.finished()
     if not losses:
         raise RequestError("stopped before the first chunk was done; there is no result")
-    return Perplexity(tuple(losses), chunk, complete)
+    return Perplexity(tuple(losses), chunk, complete, engine.setup.reasons)
 
 
 def _mean(sums: Sequence[tuple[float, int]]) -> float:

@@ -27,6 +27,13 @@ def test_perplexity_as_json_and_as_text(cli: Callable, tiny_llama_dir: Path, tex
     assert ran.code == 0 and "tokens scored: 49 in 1 chunks" in ran.out and "perplexity: " in ran.out
 
 
+def test_a_conversion_is_told(cli: Callable, tiny_llama_dir: Path, text: Path) -> None:
+    ran = cli("perplexity", tiny_llama_dir, "--text", text, "--attention", "mqa")
+    assert "attention: mqa from 2 KV heads, mean of each 2 (lossy" in ran.out and "B after" in ran.out
+    found = cli("perplexity", tiny_llama_dir, "--text", text, "--attention", "mha", "--json").json
+    assert "(exact)" in found["reasons"]["attention"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
