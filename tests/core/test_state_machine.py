@@ -213,7 +213,7 @@ class CoreLife(RuleBasedStateMachine):
 
 
 CoreLife.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=170,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
