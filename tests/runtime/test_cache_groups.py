@@ -7,6 +7,7 @@ left behind many times; freed blocks are taken by others, so a read outside the 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,15 @@ from twinfer.core.events import Finished, StepDone, Submit, TokenDelta
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import HOLE, Copy, StepPlan
 from twinfer.core.policy import Limits
+from twinfer.core.registry import Registry
 from twinfer.core.request import Request
-from twinfer.core.runtime import attention_torch
+from twinfer.core.runtime import attention_torch, replay
 from twinfer.core.runtime.attention_torch import attention_of
 from twinfer.core.runtime.executor import TorchExecutor
+from twinfer.core.runtime.families import load_model
 from twinfer.core.runtime.kv_storage import KVStorage
+from twinfer.core.runtime.quantized_linear import BF16Linears
+from twinfer.kernels.native.program import Program
 from twinfer.plugins.kv_cache.paged import Paged
 from twinfer.plugins.scheduler.continuous import Continuous
 
@@ -179,3 +184,19 @@ def test_layers_of_different_groups_share_memory_and_copies_stay_within_blocks()
     assert table.group(1).capacity == 0
     with pytest.raises(ValueError, match="not of 4 layers"):
         KVStorage(4, 6, BLOCK, 2, 8, groups=groups)
+
+
+def test_recorded_passes_follow_the_tables_of_every_group(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On packed weights decode steps are repeated from a recording (`replay.py`): the same tokens as without."""
+    packed = load_model(tiny.spec, tiny.folder, Registry(entry_points=False), linear=BF16Linears())
+    model = SimpleNamespace(spec=tiny.spec, model=packed)
+    requests = [asked(f"r{i}", prompt(5 + 9 * i, i), 30) for i in range(3)]
+    repeated, run = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda self: repeated.append(run(self)))
+    recorded, _ = serve(model, requests, groups_of(tiny), 60)
+    assert len(repeated) > 10
+    monkeypatch.setattr(replay, "MOST_TOKENS", 0)
+    count = len(repeated)
+    written, _ = serve(model, requests, groups_of(tiny), 60)
+    assert len(repeated) == count
+    assert recorded == written
