@@ -7,9 +7,10 @@ Invariants
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal
 
 from twinfer.core.errors import ConfigError
@@ -19,6 +20,14 @@ _NO_BEAMS: Mapping[str, object] = {
     "n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": (),
 }  # fmt: skip
+_NUMBERS: Mapping[str, str] = {
+    "temperature": "use 0 for greedy or a positive number", "top_p": "use a value in (0, 1]",
+    "min_p": "use a value in [0, 1]", "repetition_penalty": "use a positive number, 1.0 for none",
+    "presence_penalty": "use a value in [-2, 2]", "frequency_penalty": "use a value in [-2, 2]",
+    "length_penalty": "use a number in [-10, 10]",
+}  # fmt: skip
+"""Fields of any number, and what they take."""
+
 MAX_SAMPLES = 1024
 """Of one prompt: each is a sequence of its own."""
 
@@ -64,28 +73,32 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, what in (("stop", "strings"), ("stop_token_ids", "token ids")):
+            given = getattr(self, name)
+            if not isinstance(given, Iterable) or isinstance(given, str | bytes | bytearray | Mapping):
+                raise ConfigError(name, given, f"not a list of {what}", "give a list, or leave it out")
+            object.__setattr__(self, name, tuple(given))
+        for name, fix in _NUMBERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
+                raise ConfigError(name, value, "not a finite number", fix)
         for name in ("top_k", "n", "max_tokens", "min_tokens", "beam_width"):
             _whole(name, getattr(self, name))
         for name in ("seed", "logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
-        if not math.isfinite(self.temperature):
-            raise ConfigError("temperature", self.temperature, "not a finite number", "use a number >= 0")
-        _require("temperature", self.temperature, self.temperature >= 0, "use 0 for greedy or a positive number")
+        _require("temperature", self.temperature, self.temperature >= 0, _NUMBERS["temperature"])
         _require("top_k", self.top_k, self.top_k >= 0, "use 0 to keep all tokens or a positive count")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "use a value in (0, 1]")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "use a value in [0, 1]")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, _NUMBERS["top_p"])
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, _NUMBERS["min_p"])
         _require(
             "repetition_penalty",
             self.repetition_penalty,
-            0 < self.repetition_penalty < math.inf,
-            "use a positive number, 1.0 for none",
+            self.repetition_penalty > 0,
+            _NUMBERS["repetition_penalty"],
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "use a value in [-2, 2]")
+            _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, _NUMBERS[name])
         _require("n", self.n, self.n >= 1, "ask for at least one sample")
         _require("n", self.n, self.n <= MAX_SAMPLES, f"ask for at most {MAX_SAMPLES} samples")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "ask for at least one token")
@@ -123,7 +136,7 @@ class SamplingParams:
         """Beam search maximises the log-probability of whole texts: what changes single draws has no place in it."""
         width = self.beam_width
         _require("beam_width", width, 1 <= width <= MAX_SAMPLES, f"use 1 for no beam search, or 2 to {MAX_SAMPLES}")
-        _require("length_penalty", self.length_penalty, -10 <= self.length_penalty <= 10, "use a number in [-10, 10]")
+        _require("length_penalty", self.length_penalty, -10 <= self.length_penalty <= 10, _NUMBERS["length_penalty"])
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ConfigError(
                 "early_stopping", self.early_stopping, "no such rule", "give True, False or 'never' (the text)"

@@ -7,6 +7,8 @@ Invariants
 * A plain C ABI of pointers, sizes and strides: no headers of Python or torch are needed to build it.
 * Built files lie in the user's cache folder, keyed by sources, flags, compiler and CPU. They are written under another
   name and renamed, so processes may build at the same time and none reads half a file.
+* A file's name ends in the digest of its content: one that was cut short or changed (a full disk, a copied folder) is
+  built again, not mapped, for the loader would end the process.
 * OpenMP is the runtime that torch has loaded: torch is imported first, and both name it alike. Kernels take the number
   of threads as an argument and change no setting of that runtime.
 * Without OpenMP (a compiler that refuses the flag) kernels run on one thread.
@@ -106,7 +108,10 @@ def load() -> Library | None:
             if not _tried:
                 try:
                     _library, _reason = build(cache_dir() / "native")
-                except Exception as error:  # a cache folder that cannot be written, a library that cannot be loaded
+                except OSError as error:
+                    _library = None
+                    _reason = f"{error}; {cache_dir()} must be a folder that can be written and run from"
+                except Exception as error:  # whatever a compiler or a library does: there are torch twins
                     _library, _reason = None, f"native kernels cannot be built: {error}"
                 if _library is None:
                     log.warning("native CPU kernels are not used: %s", _reason)
@@ -165,37 +170,49 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> tuple[Library |
     key = _key(compiler)
     for optional in OPTIONAL_FLAGS:
         flags = FLAGS + optional
-        path = folder / f"{key}-{_digest(' '.join(flags).encode())[:8]}.so"
-        if path.is_file():
-            return Library(path, flags, ctypes.CDLL(str(path))), ""
+        for path in sorted(folder.glob(f"{_stem(key, flags)}-*.so")):
+            if _is_whole(path):
+                return Library(path, flags, ctypes.CDLL(str(path))), ""
     folder.mkdir(parents=True, exist_ok=True)
     log.warning("building the native CPU kernels with %s (once, a few seconds)", compiler)
     reason = ""
     for optional in OPTIONAL_FLAGS:
         flags = FLAGS + optional
-        path = folder / f"{key}-{_digest(' '.join(flags).encode())[:8]}.so"
-        error = _compile([compiler, *flags], sources, path)
-        if not error:
-            return Library(path, flags, ctypes.CDLL(str(path))), ""
+        built, error = _compile([compiler, *flags], sources, folder / _stem(key, flags))
+        if built is not None:
+            return Library(built, flags, ctypes.CDLL(str(built))), ""
         reason = reason or f"{Path(compiler).name}: {error}"
     return None, reason
 
 
-def _compile(command: Sequence[str], sources: Sequence[Path], path: Path) -> str:
-    """Empty when `path` was built, else the compiler's last word."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+def _stem(key: str, flags: Sequence[str]) -> str:
+    return f"{key}-{_digest(' '.join(flags).encode())[:8]}"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the content of a built file is what its name says."""
+    try:
+        return path.stem.rpartition("-")[2] == _digest(path.read_bytes())[:16]
+    except OSError:
+        return False
+
+
+def _compile(command: Sequence[str], sources: Sequence[Path], stem: Path) -> tuple[Path | None, str]:
+    """(`stem` with the digest of what was built, "") or (None, the compiler's last word)."""
+    partial = stem.with_name(f"{stem.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         done = subprocess.run(
             [*command, *map(str, sources), "-o", str(partial)],
             capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
         if done.returncode == 0:
+            path = stem.with_name(f"{stem.name}-{_digest(partial.read_bytes())[:16]}.so")
             partial.replace(path)
-            return ""
+            return path, ""
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        return lines[-1].strip() if lines else f"exit status {done.returncode}"
+        return None, lines[-1].strip() if lines else f"exit status {done.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
+        return None, str(error)
     finally:
         partial.unlink(missing_ok=True)
 

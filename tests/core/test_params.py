@@ -108,3 +108,18 @@ def test_errors_survive_a_process_boundary() -> None:
     twin = pickle.loads(pickle.dumps(error))
     assert str(twin) == str(error) == "--rate=-1: negative; use a positive rate"
     assert (twin.option, twin.value, twin.fix) == ("--rate", -1, "use a positive rate")
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "length_penalty"]
+)
+@pytest.mark.parametrize("value", [None, "x", b"x", [1], True, float("nan"), float("inf"), 10**400, object()])
+def test_what_is_no_number_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}.*not a finite number"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [("stop", 2), ("stop_token_ids", 2), ("stop_token_ids", b"x")])
+def test_what_is_no_list_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}.*not a list of"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import stat
 import subprocess
 import sys
@@ -78,6 +79,28 @@ def test_refused_flags_are_left_out(tmp_path: Path) -> None:
     again, _ = native.build(tmp_path / "cache", (picky,))
     assert again is not None
     assert again.path == library.path
+
+
+@pytest.mark.parametrize("left", [0, 5000])
+def test_a_damaged_file_is_built_again(left: int, tmp_path: Path) -> None:
+    """Mapping a library that was cut short ends the process with a bus error."""
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    quick = fake_compiler(
+        tmp_path,
+        f"sys.exit(subprocess.call(['c++', '-shared', '-fPIC', '-o', sys.argv[-1], {str(source)!r}]) "
+        "if '-o' in sys.argv else 0)",
+    )
+    cache = tmp_path / "cache"
+    first, why = native.build(cache, (quick,))
+    assert first is not None, why
+    whole = first.path.read_bytes()
+    first.path.unlink()  # this process has it mapped
+    first.path.write_bytes(whole[:left])
+    second, why = native.build(cache, (quick,))
+    assert second is not None, why
+    assert second.path.read_bytes() == whole
+    assert second.function("one", (), ctypes.c_int)() == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory map")
