@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.technique import Checked
 
 
 class Choice(BaseModel):
@@ -52,7 +53,7 @@ def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
     return {"name": name.strip(), "options": options}
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Checked):
     """How one engine (or its twin) is set up.
 
     model: spec name, config.json, directory, GGUF file or hub id.

@@ -57,6 +57,9 @@ class TensorInfo(NamedTuple):
         return prod(self.shape)
 
 
+LONGEST_NAME = 256  # of a tensor; the format says 64
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
     metadata: Mapping[str, Any]
@@ -152,6 +155,8 @@ class _Reader:
         start = -(-self.file.tell() // alignment) * alignment
         tensors = {info.name: info._replace(offset=start + info.offset) for info in infos}
         for info in tensors.values():
+            if info.offset % alignment:
+                raise self.fail(f"damaged GGUF file ({info.name} starts at byte {info.offset}, off its alignment)")
             if info.offset + info.nbytes > self.size:
                 raise self.fail(
                     f"truncated GGUF file ({info.name} ends at byte {info.offset + info.nbytes} of {self.size})"
@@ -159,7 +164,10 @@ class _Reader:
         return GGUFHeader(metadata, tensors)
 
     def tensor(self) -> TensorInfo:
-        name, dims = self.text(), self.number("<I")
+        name = self.text()
+        if len(name) > LONGEST_NAME:
+            raise self.fail(f"damaged GGUF file (a tensor's name of {len(name)} characters)")
+        dims = self.number("<I")
         if dims > 4:
             raise self.fail(f"damaged GGUF file ({name!r} has {dims} dimensions)")
         shape = tuple(reversed([self.number("<Q") for _ in range(dims)]))

@@ -66,19 +66,36 @@ class _Config:
         value = self.values.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 0) -> int:
         value = self.get(key, default)
         if value is None:
             raise ModelError(f"{self.name}: config.json lacks {key!r}; give the whole config.json of the model")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a whole number")
+        if value < least:
+            raise ModelError(f"{self.name}: config.json has {key}={value}, which should be at least {least}")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a number from 0")
         return float(value)
+
+    def cap(self, key: str) -> float | None:
+        """A positive number, or None where there is none."""
+        value = self.get(key)
+        if value is not None and self.number(key, 0.0) == 0:
+            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be positive or null")
+        return None if value is None else float(value)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids: one, a list of them, or none."""
+        given = self.get(key, [])
+        found = given if isinstance(given, list) else [given]
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
+            raise ModelError(f"{self.name}: config.json has {key}={given!r}, which should be token ids")
+        return tuple(found)
 
     def must_be(self, key: str, value: Any, *known: Any) -> None:
         if value not in known:
@@ -148,7 +165,6 @@ def _read(c: _Config, family: str) -> ModelSpec:
     dtype = _dtype(c)
     moe = _moe(c, family, num_layers)
     block_bits, linear_dtype = _stored_format(c, moe)
-    eos = c.get("eos_token_id", [])
     return ModelSpec(
         name=c.name,
         family=family,
@@ -158,7 +174,7 @@ def _read(c: _Config, family: str) -> ModelSpec:
         num_kv_heads=c.count("num_key_value_heads", heads),
         head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else c.count("head_dim", hidden // max(heads, 1)),
         value_dim=mla.v_head_dim if mla else 0,
-        intermediate_size=c.count("intermediate_size"),
+        intermediate_size=c.count("intermediate_size", least=1),
         vocab_size=c.count("vocab_size"),
         max_context=rope.max_context,
         tie_embeddings=bool(c.get("tie_word_embeddings", gemma)),
@@ -173,8 +189,8 @@ def _read(c: _Config, family: str) -> ModelSpec:
         rope_scaling=rope.scaling,
         partial_rotary=rope.partial if family == "phi3" else 1.0,
         layer_windows=_windows(c, family, num_layers),
-        attn_softcap=c.get("attn_logit_softcapping"),
-        logit_softcap=c.get("final_logit_softcapping"),
+        attn_softcap=c.cap("attn_logit_softcapping"),
+        logit_softcap=c.cap("final_logit_softcapping"),
         query_scale=_mla_query_scale(mla, rope.scaling) if mla else query_scalar and float(query_scalar) ** -0.5,
         attention_sinks=family == "gpt_oss",
         embed_scale=hidden**0.5 if gemma else 1.0,
@@ -186,7 +202,7 @@ def _read(c: _Config, family: str) -> ModelSpec:
         kv_dtype=dtype,
         weight_bits=block_bits,
         linear_dtype=linear_dtype,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        eos_token_ids=c.ids("eos_token_id"),
         bos_token_id=c.get("bos_token_id"),
         extra=_extra(c, block_bits is not None),
     )
@@ -242,11 +258,11 @@ def _windows(c: _Config, family: str, num_layers: int) -> tuple[int | None, ...]
 
 def _mla(c: _Config) -> MLASpec:
     return MLASpec(
-        kv_lora_rank=c.count("kv_lora_rank"),
-        q_lora_rank=c.get("q_lora_rank"),
+        kv_lora_rank=c.count("kv_lora_rank", least=1),
+        q_lora_rank=None if c.get("q_lora_rank") is None else c.count("q_lora_rank", least=1),
         qk_nope_head_dim=c.count("qk_nope_head_dim"),
         qk_rope_head_dim=c.count("qk_rope_head_dim"),
-        v_head_dim=c.count("v_head_dim"),
+        v_head_dim=c.count("v_head_dim", least=1),
         interleaved=bool(c.get("rope_interleave", True)),
     )
 
@@ -274,7 +290,7 @@ def _moe(c: _Config, family: str, num_layers: int) -> MoESpec | None:
         return MoESpec(
             num_experts=c.count("num_experts", c.get("num_local_experts")),  # the name in transformers 5
             top_k=c.count("num_experts_per_tok"),
-            intermediate_size=c.count("moe_intermediate_size"),
+            intermediate_size=c.count("moe_intermediate_size", least=1),
             dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
             renormalize=bool(c.get("norm_topk_prob", False)),
         )
@@ -297,8 +313,8 @@ def _deepseek_moe(c: _Config, v3: bool, num_layers: int) -> MoESpec:
     return MoESpec(
         num_experts=c.count("n_routed_experts"),
         top_k=c.count("num_experts_per_tok"),
-        intermediate_size=c.count("moe_intermediate_size"),
-        num_shared=c.get("n_shared_experts") or 0,
+        intermediate_size=c.count("moe_intermediate_size", least=1),
+        num_shared=c.count("n_shared_experts", 0),
         first_dense_layers=first,
         dense_layers=tuple(i for i in range(first, num_layers) if i % every),
         score_bias=v3,

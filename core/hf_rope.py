@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ _HARMLESS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetu
 """Read elsewhere, or written by some and read by nobody."""
 
 _LISTS = ("short_factor", "long_factor")
+_POSITIVE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", *_LISTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ def read_rope(config: Mapping[str, Any], family: str, name: str, max_positions: 
         found = full if isinstance(full, Mapping) else {} if isinstance(sliding, Mapping) else new
         theta = _number(found, "rope_theta", theta, name)
         partial = _number(found, "partial_rotary_factor", partial, name)
+    for key, base in (("rope_theta", theta), ("rope_local_base_freq", local)):
+        if not 0.0 < base < math.inf:
+            raise ModelError(f"{name}: {key}={base} should be a positive number; the file is damaged")
     if not 0.0 < partial <= 1.0:
         raise ModelError(f"{name}: partial_rotary_factor={partial} should lie in (0, 1]; the file is damaged")
     scaling = _scaling(found or {}, family, name, config, max_positions)
@@ -113,6 +118,11 @@ def _scaling(
         boolean = key == "truncate"
         if any(not isinstance(v, int | float) or isinstance(v, bool) != boolean for v in numbers):
             raise ModelError(f"{name}: rope scaling has {key}={value!r}, which should be a number")
+        positive = key in _POSITIVE
+        if any(not math.isfinite(v) or (positive and v <= 0) for v in numbers):
+            raise ModelError(
+                f"{name}: rope scaling has {key}={value!r}, which should be {'positive' if positive else 'finite'}"
+            )
     return {**values, "rope_type": kind}
 
 

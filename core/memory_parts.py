@@ -69,4 +69,4 @@ def sizes_of(spec: ModelSpec, config: EngineConfig, memory: int, runtime: int, g
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= 0.01 * GIB or not size else f"{size / 2**10:.1f} KiB"

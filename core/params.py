@@ -7,11 +7,10 @@ Invariants
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from twinfer.core.errors import ConfigError
 
@@ -80,7 +79,7 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(given))
         for name, fix in _NUMBERS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
+            if not _is_finite(value):
                 raise ConfigError(name, value, "not a finite number", fix)
         for name in ("top_k", "n", "max_tokens", "min_tokens", "beam_width"):
             _whole(name, getattr(self, name))
@@ -176,6 +175,16 @@ class SamplingParams:
 def _require(name: str, value: object, ok: bool, fix: str) -> None:
     if not ok:
         raise ConfigError(name, value, "out of range", fix)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether `value` is a number (numpy's are, True is none) that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat) or isinstance(value, str | bytes):
+        return False
+    try:
+        return math.isfinite(value)
+    except (OverflowError, TypeError, ValueError):
+        return False
 
 
 def _whole(name: str, value: object) -> None:

@@ -70,7 +70,7 @@ def provision(
     if device.kind == "cpu" and (config.host_kv_bytes or 0) > device.usable_bytes:
         raise ConfigError(
             "--host-kv-bytes", config.host_kv_bytes, f"{device.name} has {device.usable_bytes / 2**30:.1f} GiB of memory",
-            "give less",
+            f"give at most {device.usable_bytes // 2**20}MiB",
         )  # fmt: skip
     kv_bytes = budget.kv_bytes
     pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None

@@ -21,6 +21,8 @@ from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs, Technique
 
+_ACTIVATIONS = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -82,6 +84,9 @@ def adapt_model(
         technique = registry.build(kind, choice)
         reasons = technique.why_not(replace(needs, model=model))
         if reasons:
+            served = [d for d in _ACTIVATIONS if not technique.why_not(replace(needs, model=model, dtype=d))]
+            if kind == "attention" and served and needs.dtype not in served:
+                raise ConfigError("--dtype", needs.dtype, "; ".join(reasons), f"use {' or '.join(served)}")
             raise ConfigError(
                 "--" + ("quant" if kind == "quantizer" else kind), str(choice), "; ".join(reasons),
                 "choose another or leave it out",

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
@@ -28,7 +28,20 @@ KINDS = (
 )  # fmt: skip
 
 
-class Options(BaseModel):
+class Checked(BaseModel):
+    """A model that takes no truth value for a number, where pydantic would read True as 1."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[info.field_name or ""].annotation
+        kinds = {kind, *get_args(kind)}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("is a truth value, a number belongs there")
+        return value
+
+
+class Options(Checked):
     """Base of every technique's options: frozen, and unknown names are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -28,6 +28,7 @@ from twinfer.core.runtime.tokenizer import load_tokenizer
 from twinfer.core.runtime.weights import Loader
 from twinfer.core.spec import ModelSpec
 
+CALIBRATION = "--attention mla:calibration"
 NUM_TOKENS = 8192
 CHUNK = 512
 STRIDE = 8  # every how many positions attention is looked at
@@ -130,10 +131,12 @@ def attention_inputs(checkpoint: Checkpoint, text: str | None = None, num_tokens
         return linear
 
     chunk = min(CHUNK, spec.max_context)
-    ids = load_tokenizer(checkpoint.source.path).encode(text or default_text(), add_special_tokens=False)[:num_tokens]
+    ids = load_tokenizer(checkpoint.source.path).encode(
+        default_text() if text is None else text, add_special_tokens=False
+    )[:num_tokens]
     if text is not None and len(ids) < min(spec.hidden_size, num_tokens):
         raise ConfigError(
-            "calibration", f"a text of {len(ids)} tokens", f"says too little of {spec.hidden_size} dimensions",
+            CALIBRATION, None, f"a text of {len(ids)} tokens says too little of {spec.hidden_size} dimensions",
             "give a longer one, or leave it out",
         )  # fmt: skip
     chunk = min(chunk, len(ids))
@@ -185,7 +188,7 @@ def read_calibration(path: str | Path) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("calibration", str(path), f"cannot be read ({error})", "give a file of UTF-8 text") from None
+        raise ConfigError(CALIBRATION, str(path), f"cannot be read ({error})", "give a file of UTF-8 text") from None
 
 
 __all__ = ["Inputs", "Moments", "attention_inputs", "default_text", "read_calibration"]

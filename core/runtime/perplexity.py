@@ -103,7 +103,12 @@ def perplexity(
     on_progress(chunks done, chunks, {"nats_per_token": so far}).  Raises ConfigError and ModelError as
     `load_engine` does, RequestError for a text without two tokens or a run stopped before the first chunk was done.
     """
-    engine = load_engine(scoring_config(config, chunk), registry)
+    try:
+        engine = load_engine(scoring_config(config, chunk), registry)
+    except ConfigError as error:
+        if error.option != "--max-model-len":
+            raise
+        raise ConfigError("--chunk", chunk, error.problem, error.fix) from None
     try:
         chunks = cut(engine.tokenizer, text, chunk, max_tokens)
         return score(engine, chunks, chunk, on_progress, should_stop)
@@ -139,7 +144,7 @@ def cut(tokenizer: Tokenizer, text: str, chunk: int = CHUNK, max_tokens: int | N
     chunks = [[*bos, *ids[i : i + step]] for i in range(0, len(ids), max(1, step))] if step > 0 else []
     chunks = [ids for ids in chunks if len(ids) > max(1, len(bos))]
     if not chunks:
-        raise RequestError(f"a text of {len(ids)} tokens in chunks of {chunk} has nothing to score; give a longer one")
+        raise RequestError(f"--text: {len(ids)} tokens in chunks of {chunk} leave nothing to score; give a longer text")
     return chunks
 
 

@@ -255,6 +255,11 @@ class Loader:
 
     def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
         tensor = self.source.get(name)
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"{self.source.path}: {name} holds {tensor.dtype} values, packed in a way that is not known; give weights "
+                "in a floating-point format, or a GGUF file"
+            )
         return (tensor if cut is None else cut(tensor)).to(device=self.device, dtype=self.dtype)
 
     def optional(self, name: str, cut: Cut | None = None) -> Tensor | None:

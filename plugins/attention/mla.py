@@ -112,7 +112,8 @@ class MLA(Technique):
             return ""
         width, rope = self._width(checkpoint)
         text = self.options.calibration or "Python's help texts"
-        loss = "exact" if self._exact(checkpoint) else f"lossy, weighed by calibration on {text}"
+        exact = "exact" if self.options.calibration is None else f"exact, so {text} is not read"
+        loss = exact if self._exact(checkpoint) else f"lossy, weighed by calibration on {text}"
         return (
             f"mla from {checkpoint.num_kv_heads} KV heads, keys and values factored into {width - rope} latent and "
             f"{rope} rotary values ({loss})"

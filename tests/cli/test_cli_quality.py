@@ -39,7 +39,7 @@ def test_a_conversion_is_told(cli: Callable, tiny_llama_dir: Path, text: Path) -
     [
         (("--text", "nowhere.txt"), ("--text", "nowhere.txt")),
         (("--chunk", "1"), ("--chunk", "at least 2")),
-        (("--chunk", "9999"), ("--max-model-len", "9999")),
+        (("--chunk", "9999"), ("--chunk=9999", "use at most 512")),
         (("--max-tokens", "1"), ("--max-tokens", "at least 2")),
         (("--attention", "nope"), ("--attention", "nope")),
         (("--attention", "mqa:heads=2"), ("mqa", "heads")),

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from twinfer.core.config import Choice, EngineConfig, parse_choice
 from twinfer.core.errors import ConfigError
+from twinfer.core.registry import Registry
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,17 @@ def test_a_configuration_is_frozen_and_survives_json() -> None:
     assert EngineConfig.model_validate_json(config.model_dump_json()) == config
     with pytest.raises(ValidationError):
         config.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("field", ["tp", "max_num_seqs", "num_kv_blocks", "memory_fraction", "seed"])
+def test_a_truth_value_is_no_number(field: str) -> None:
+    with pytest.raises(ValidationError, match="truth value"):
+        EngineConfig(model="m", **{field: True})  # type: ignore[arg-type]
+
+
+def test_a_truth_value_is_no_number_of_a_technique() -> None:
+    registry = Registry(entry_points=False)
+    for kind, text in (("attention", "mla:rank=true"), ("kv_cache", "paged:block_size=true")):
+        with pytest.raises(ConfigError, match="truth value"):
+            registry.build(kind, Choice.model_validate(text))
+    registry.build("kv_cache", Choice.model_validate("paged:prefix_sharing=true"))

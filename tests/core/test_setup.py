@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from twinfer.core.catalog import resolve_spec
-from twinfer.core.config import EngineConfig
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import Submit
 from twinfer.core.plan import StepPlan
 from twinfer.core.registry import Registry
 from twinfer.core.request import Request
-from twinfer.core.setup import Setup, resolve
+from twinfer.core.setup import Setup, adapt_model, resolve
+from twinfer.core.technique import Needs
 from twinfer.plugins.kv_cache.contiguous import Contiguous
 from twinfer.plugins.kv_cache.paged import Paged
 from twinfer.plugins.scheduler.static import Static
@@ -117,3 +118,19 @@ def test_cache_groups_are_the_caches_decision_and_the_pool_stays_within_its_memo
     assert setup.kv_bytes_per_slot * len(windows) == setup.kv_bytes_per_token == 42 * 8 * 512 * 2
     page = setup.block_size * setup.kv_bytes_per_slot
     assert setup.kv_pool_bytes == setup.limits.num_blocks * page <= 2**33 < setup.kv_pool_bytes + page
+
+
+def test_a_dtype_that_no_attention_serves_is_blamed_on_the_dtype() -> None:
+    """Not on the attention variant, which nobody chose."""
+    with pytest.raises(ConfigError, match=r"--dtype='float16'.*use float32 or bfloat16"):
+        adapt_model(
+            EngineConfig(model="m", dtype="float16"), resolve_spec("smollm2-135m"), Registry(entry_points=False),
+            Needs(world="engine", device="cpu", dtype="float16"),
+        )  # fmt: skip
+
+
+def test_a_calibration_text_that_is_not_needed_is_said_to_be_unread() -> None:
+    choice = Choice.model_validate("mla:calibration=text.txt")
+    config = EngineConfig(model="m", attention=choice, num_kv_blocks=8, max_model_len=64)
+    setup = resolve(config, resolve_spec("smollm2-135m"), Registry(entry_points=False))
+    assert "exact, so text.txt is not read" in setup.reasons["attention"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.errors import ConfigError, ModelError
+from twinfer.core.hf_config import spec_from_hf
 from twinfer.core.spec import MLASpec, ModelSpec, MoESpec
 
 SIZES = st.integers(1, 64)
@@ -169,3 +170,36 @@ def test_sizes_must_be_positive(field: str) -> None:
 def test_kv_heads_must_divide_heads() -> None:
     with pytest.raises(ModelError, match="num_kv_heads=3 does not divide num_heads=4"):
         spec(num_kv_heads=3)
+
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512,
+}  # fmt: skip
+_DEEPSEEK = _LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 64, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "values"),
+    [
+        (_LLAMA, "intermediate_size", (0, -1)), (_LLAMA, "rms_norm_eps", (-1, float("nan"), float("inf"))),
+        (_LLAMA, "rope_theta", (0, -5.0, float("nan"))), (_LLAMA, "eos_token_id", ([1, "a"], "2", -1, True)),
+        (_LLAMA | {"architectures": ["Gemma2ForCausalLM"]}, "attn_logit_softcapping", (0, -1.0, "x")),
+        (_LLAMA, "rope_scaling", ({"rope_type": "linear", "factor": -2}, {"rope_type": "yarn", "factor": 0})),
+        (_DEEPSEEK, "q_lora_rank", ("x", 0, -1)), (_DEEPSEEK, "kv_lora_rank", (0, -1)), (_DEEPSEEK, "v_head_dim", (0,)),
+        (_DEEPSEEK, "n_shared_experts", (-1, "x")), (_DEEPSEEK, "first_k_dense_replace", (-1,)),
+        (_DEEPSEEK, "moe_intermediate_size", (0, -1)),
+    ],
+)  # fmt: skip
+def test_a_config_with_an_impossible_value_is_refused_by_name(
+    base: dict[str, object], key: str, values: tuple[object, ...]
+) -> None:
+    spec_from_hf(base, "m")
+    for value in values:
+        with pytest.raises(ModelError, match="should be") as caught:
+            spec_from_hf(base | {key: value}, "m")
+        assert key in str(caught.value) or "factor" in str(caught.value)

@@ -231,7 +231,7 @@ def test_lossy_latents_are_the_same_for_both_worlds(checkpoint: Callable[..., Pa
         ("Llama", {}, "mla:rank=0.001", "keep 4 to 128"),
         ("Llama", {}, "mla:rank=32,rope_dim=33", "use an even number up to 31"),
         ("Llama", {}, "mla:rank=0.5,rope_dim=66", "64 key dimensions can be turned"),
-        ("Llama", {}, "mla:rank=0.5,calibration=nowhere.txt", "nowhere.txt"),
+        ("Llama", {}, "mla:rank=0.5,calibration=nowhere.txt", "--attention mla:calibration='nowhere.txt'"),
     ],
 )
 def test_what_cannot_become_latents_is_refused(
@@ -241,9 +241,10 @@ def test_what_cannot_become_latents_is_refused(
         load_engine(config(checkpoint(architecture, **changes), attention))
 
 
-def test_a_short_calibration_text_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["Too short.", ""])
+def test_a_short_calibration_text_is_refused(checkpoint: Callable[..., Path], tmp_path: Path, content: str) -> None:
     text = tmp_path / "calibration.txt"
-    text.write_text("Too short.")
+    text.write_text(content)
     with pytest.raises(ConfigError, match="says too little of 64 dimensions"):
         load_engine(config(checkpoint("Llama"), f"mla:rank=0.5,calibration={text}"))
 

@@ -133,7 +133,7 @@ def test_what_cannot_be_scored_is_refused(tiny_llama_dir: Path) -> None:
             perplexity(config, text)
     with pytest.raises(ConfigError, match="--chunk=1"):
         perplexity(config, TEXT, chunk=1)
-    with pytest.raises(ConfigError, match="--max-model-len=513"):
+    with pytest.raises(ConfigError, match="--chunk=513"):
         perplexity(config, TEXT, chunk=513)  # beyond the model's context
 
 

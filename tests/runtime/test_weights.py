@@ -91,6 +91,14 @@ def test_loader_casts(tiny_llama_dir: Path) -> None:
     assert load.optional("model.layers.0.mlp.up_proj.bias") is None
 
 
+def test_whole_numbers_are_no_weights(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Formats that pack several weights into an integer must not be read as its value."""
+    save_file(tensors | {"model.norm.weight": torch.ones(64, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    load = Loader(open_weights(tmp_path), torch.float32, "cpu")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds torch\.int32 values"):
+        load("model.norm.weight")
+
+
 def test_missing_tensors_are_listed(spec: ModelSpec, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     broken = {name: t for name, t in tensors.items() if "layers.1.mlp.up_proj" not in name}
     save_file(broken | {"model.layers.1.mlp.strange.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
