@@ -107,12 +107,14 @@ def memory_budget(
     graph_bytes: int = 0,
     expected_lengths: Sequence[int] = (),
     max_request_tokens: int | None = None,
+    own_memory: bool = True,
 ) -> MemoryBudget:
     """Budget of one rank of `config.tp`, for a spec that techniques have already adapted.
 
     block_size: tokens per KV block.  groups: cache groups of the layers, none for one of all.  runtime_bytes, graph_bytes: of the device (`DeviceSpec`).
     expected_lengths: prompt plus output tokens of typical requests.  max_request_tokens: the longest request,
     when known; without `max_model_len` the context is the least of it, the model's and what the pool holds.
+    own_memory: every rank has memory of its own (not on a CPU).
     Raises ConfigError when the pool would be smaller than one request, or a pinned size cannot exist.
     """
     # a quantizer may have chosen the KV format; without one, an unadapted spec is fine too
@@ -139,7 +141,9 @@ def memory_budget(
     if num_blocks < 1 or slots < wanted:
         if config.max_model_len is None and max_request_tokens is None:
             wanted = min(spec.max_context, SHORTEST_CONTEXT)
-        raise does_not_fit(spec, config, sizes, device_memory_bytes, runtime_bytes, graph_bytes, paging, slots, wanted)
+        raise does_not_fit(
+            spec, config, sizes, device_memory_bytes, runtime_bytes, graph_bytes, paging, slots, wanted, own_memory
+        )
     per_request = paging.pages(wanted)
     expected = num_blocks * len(expected_lengths) / paging.pages_of(expected_lengths) if expected_lengths else None
     equations = _equations(spec, config, sizes, device_memory_bytes, block_size)
@@ -172,6 +176,7 @@ def budget_on(
     return memory_budget(
         spec, device.usable_bytes, config, block_size=block_size, groups=groups,
         runtime_bytes=device.runtime_bytes, graph_bytes=device.graph_bytes, expected_lengths=expected_lengths, max_request_tokens=max_request_tokens,
+        own_memory=device.kind != "cpu",
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class Fix:
 
 def does_not_fit(
     spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int, runtime: int, graphs: int, paging: Paging,
-    slots: int, wanted: int,
+    slots: int, wanted: int, own_memory: bool = True,
 ) -> ConfigError:  # fmt: skip
     """The error for a pool of `slots` tokens that cannot hold one request of `wanted` tokens, with what would help."""
     pages = paging.pages(wanted)
@@ -49,7 +49,9 @@ def does_not_fit(
             "--kv-memory-bytes", config.kv_memory_bytes, f"the pool holds {slots} tokens and {request}",
             f"use at least {least}" + (f" or --max-model-len {slots}" if slots >= 2 else ""),
         )  # fmt: skip
-    fixes = fixes_for(spec, config, memory, runtime_bytes=runtime, graph_bytes=graphs, paging=paging, wanted=wanted)
+    fixes = fixes_for(
+        spec, config, memory, runtime_bytes=runtime, graph_bytes=graphs, paging=paging, wanted=wanted, own_memory=own_memory
+    )  # fmt: skip
     taken = (
         f"weights take {gib(sizes.weights)}, activations {gib(sizes.activations)}, runtime and graphs "
         f"{gib(sizes.fixed)} of {gib(memory * config.memory_fraction)}"
@@ -71,8 +73,12 @@ def fixes_for(
     graph_bytes: int = 0,
     paging: Paging | None = None,
     wanted: int | None = None,
+    own_memory: bool = True,
 ) -> list[Fix]:
-    """Single changes with which one request of `wanted` tokens fits, cheapest first; each is computed, none assumed."""
+    """Single changes with which one request of `wanted` tokens fits, cheapest first; each is computed, none assumed.
+
+    own_memory: every rank has memory of its own; where all share one machine's, more ranks make no room.
+    """
     wanted = wanted or config.max_model_len or spec.max_context
     paged = paging or Paging(16, one_group(spec.num_layers))
 
@@ -101,7 +107,7 @@ def fixes_for(
         consider("--quant fp8", 4, replace(spec, weight_bits=8.0), config)
     if spec.block_bits > INT4_BITS:
         consider("--quant int4", 5, replace(spec, weight_bits=INT4_BITS), config)
-    for factor, cost in ((2, 7), (4, 8), (8, 9)):
+    for factor, cost in ((2, 7), (4, 8), (8, 9)) if own_memory else ():
         tp = config.tp * factor
         if spec.num_heads % tp == 0 and not any(fix.change.startswith("--tp") for fix in found):
             consider(f"--tp {tp}", cost, spec, config.model_copy(update={"tp": tp}))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator, model_validator
@@ -218,6 +219,8 @@ def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadS
         if registry.get("workload", name).accepts(workload):
             found: WorkloadSource = registry.build("workload", Choice(name=name))
             return found
+    if workload.trace is not None and not Path(workload.trace).is_file():
+        raise ConfigError("--trace", workload.trace, "no such file", "check the path")
     raise ConfigError(
         "--trace", workload.trace, "no workload plugin can read it",
         f"give a file for one of: {', '.join(registry.names('workload'))}",

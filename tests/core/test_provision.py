@@ -79,3 +79,11 @@ def test_what_cannot_work_names_its_option(fields: dict[str, Any], option: str) 
     with pytest.raises(ConfigError) as caught:
         decide(**fields)
     assert caught.value.option == option
+
+
+def test_ranks_that_share_a_machine_are_no_way_to_more_memory() -> None:
+    small = load_device("cpu").model_copy(update={"visible_bytes": 16 * 2**30})
+    config = EngineConfig(model="llama-3.1-8b")
+    with pytest.raises(ConfigError, match="--quant int4") as caught:
+        provision(config, resolve_spec("llama-3.1-8b"), default_registry(), small, world="simulator")
+    assert "--tp" not in str(caught.value)

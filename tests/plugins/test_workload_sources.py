@@ -171,6 +171,7 @@ def test_prompts_file_and_texts(tmp_path: Path) -> None:
     ("name", "text", "says"),
     [
         ("a.csv", None, "no such file"),
+        ("a.txt", None, "no such file"),
         ("a.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,3\n", "column GeneratedTokens is missing"),
         ("a.csv", "", "column TIMESTAMP is missing"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
