@@ -92,6 +92,10 @@ def adapt_model(
                 "choose another or leave it out",
             )  # fmt: skip
         model = technique.adapt_model(model)
+        if config.kv_dtype != "auto" and model.kv_dtype != changes["kv_dtype"]:
+            raise ConfigError(
+                "--kv-dtype", config.kv_dtype, f"--quant {choice} stores KV in {model.kv_dtype}", "give one of them"
+            )
         techniques.append(technique)
     return model, tuple(techniques)
 

@@ -134,3 +134,12 @@ def test_a_calibration_text_that_is_not_needed_is_said_to_be_unread() -> None:
     config = EngineConfig(model="m", attention=choice, num_kv_blocks=8, max_model_len=64)
     setup = resolve(config, resolve_spec("smollm2-135m"), Registry(entry_points=False))
     assert "exact, so text.txt is not read" in setup.reasons["attention"]
+
+
+def test_two_formats_of_the_kv_cache_contradict() -> None:
+    config = EngineConfig(model="m", kv_dtype="int8", quantizer=Choice.model_validate("int8:kv=fp8"))
+    with pytest.raises(ConfigError, match=r"--kv-dtype='int8': --quant int8:kv=\"fp8\" stores KV in fp8"):
+        adapt_model(config, resolve_spec("smollm2-135m"), Registry(entry_points=False), Needs(world="simulator"))
+    agreed = config.model_copy(update={"kv_dtype": "fp8"})
+    model, _ = adapt_model(agreed, resolve_spec("smollm2-135m"), Registry(entry_points=False), Needs(world="simulator"))
+    assert model.kv_dtype == "fp8"
