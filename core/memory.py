@@ -26,7 +26,7 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.errors import ConfigError
 from twinfer.core.memory_fixes import Fix, does_not_fit, fixes_for
-from twinfer.core.memory_parts import Sizes, activation_bytes, gib, sizes_of
+from twinfer.core.memory_parts import Sizes, activation_bytes, gib, refuse_indivisible, sizes_of
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def memory_budget(
     """
     # a quantizer may have chosen the KV format; without one, an unadapted spec is fine too
     spec = spec.with_dtypes(config.dtype, "auto" if config.quantizer else config.kv_dtype)
-    _check_tp(spec, config.tp)
+    refuse_indivisible(spec, config.tp)
     paging = Paging(block_size, tuple(groups or one_group(spec.num_layers)))
     sizes = sizes_of(spec, config, device_memory_bytes, runtime_bytes, graph_bytes, paging)
     reasons: dict[str, str] = {}
@@ -207,15 +207,6 @@ def _pool(
     blocks = int(left // per_block)
     reasons["num_kv_blocks"] = f"{blocks}: {gib(left)} left for KV / ({block_size} tokens x {sizes.per_slot:g} B)"
     return left, blocks
-
-
-def _check_tp(spec: ModelSpec, tp: int) -> None:
-    if spec.num_heads % tp:
-        fits = [n for n in range(1, 33) if spec.num_heads % n == 0]
-        raise ConfigError(
-            "--tp", tp, f"does not divide the {spec.num_heads} attention heads of {spec.name}",
-            f"use {', '.join(map(str, fits))}",
-        )  # fmt: skip
 
 
 def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int, block_size: int) -> dict[str, str]:

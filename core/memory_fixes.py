@@ -12,7 +12,7 @@ from twinfer.core.cache_groups import Paging, one_group
 from twinfer.core.config import EngineConfig
 from twinfer.core.dtypes import dtype_bits
 from twinfer.core.errors import ConfigError
-from twinfer.core.memory_parts import Sizes, gib, sizes_of
+from twinfer.core.memory_parts import Sizes, gib, sizes_of, why_indivisible
 from twinfer.core.spec import ModelSpec
 
 INT4_BITS = 4 + 16 / 128  # a float16 scale per 128 weights
@@ -109,6 +109,6 @@ def fixes_for(
         consider("--quant int4", 5, replace(spec, weight_bits=INT4_BITS), config)
     for factor, cost in ((2, 7), (4, 8), (8, 9)) if own_memory else ():
         tp = config.tp * factor
-        if spec.num_heads % tp == 0 and not any(fix.change.startswith("--tp") for fix in found):
+        if not why_indivisible(spec, tp) and not any(fix.change.startswith("--tp") for fix in found):
             consider(f"--tp {tp}", cost, spec, config.model_copy(update={"tp": tp}))
     return sorted(found, key=lambda fix: fix.cost)

@@ -1,4 +1,4 @@
-"""Sizes that a memory budget is made of: activations, KV blocks, what is fixed and what is left.
+"""Sizes that a memory budget is made of: activations, KV blocks, what is fixed and what is left; and which ranks can share.
 
 Invariants
 * Bytes of one tensor-parallel rank; functions of the spec and the configuration alone.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from twinfer.core.cache_groups import Paging
 from twinfer.core.config import EngineConfig
 from twinfer.core.dtypes import dtype_bytes
+from twinfer.core.errors import ConfigError
 from twinfer.core.spec import ModelSpec
 
 GIB = 2**30
@@ -70,3 +71,30 @@ def sizes_of(spec: ModelSpec, config: EngineConfig, memory: int, runtime: int, g
 
 def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= 0.01 * GIB or not size else f"{size / 2**10:.1f} KiB"
+
+
+def refuse_indivisible(model: ModelSpec, tp: int) -> None:
+    """ConfigError naming the sizes that work when `tp` ranks cannot share the heads or columns of `model`."""
+    wrong = why_indivisible(model, tp)
+    if wrong:
+        fits = [str(n) for n in range(1, model.num_heads + 1) if not why_indivisible(model, n)]
+        raise ConfigError("--tp", tp, f"{model.name}: {wrong}", f"use {', '.join(fits)}")
+
+
+def why_indivisible(model: ModelSpec, tp: int) -> str:
+    """What of `model` does not divide over `tp` ranks, "" for nothing."""
+    counts = {"attention heads": model.num_heads}
+    if any(not model.is_moe(layer) for layer in range(model.num_layers)):
+        counts["MLP columns"] = model.intermediate_size
+    if model.moe is not None:
+        moe = model.moe
+        counts["columns of an expert"] = moe.intermediate_size
+        if moe.num_shared:
+            counts["columns of the shared experts"] = moe.shared_width
+    for what, count in counts.items():
+        if count % tp:
+            return f"its {count} {what} do not divide over {tp} ranks"
+    heads = model.num_kv_heads
+    if model.mla is None and heads % tp and tp % heads:
+        return f"its {heads} KV heads can neither be divided over {tp} ranks nor copied equally often"
+    return ""

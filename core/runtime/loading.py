@@ -35,7 +35,7 @@ from twinfer.core.runtime.parallel import ALONE, Parallel
 from twinfer.core.runtime.rope import is_long
 from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.stop_strings import StoppingExecutor
-from twinfer.core.runtime.tensor_parallel import Ranks, refuse_indivisible
+from twinfer.core.runtime.tensor_parallel import Ranks
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
@@ -190,7 +190,6 @@ def _setup(
     longest = longest_request(spec, tokenizer) if longest_request is not None else None
     setup = provision(config, spec, registry, device, world="engine", max_request_tokens=longest)
     model = setup.model
-    refuse_indivisible(model, setup.config.tp)
     if model.dtype not in DTYPES:
         raise ConfigError("--dtype", model.dtype, "the engine cannot compute in it", f"use {', '.join(DTYPES)}")
     _refuse_kv_dtype(model, device)

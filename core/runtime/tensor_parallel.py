@@ -42,7 +42,6 @@ from twinfer.core.runtime.parallel import ALONE, Parallel
 from twinfer.core.runtime.process_group import Group, PeerLost, ProcessGroupRank, backend_of, join
 from twinfer.core.runtime.tensor_parallel_rank import Admit, Build, Done, Drop, Failed, Job, Join, Load, Step
 from twinfer.core.setup import Setup
-from twinfer.core.spec import ModelSpec
 
 OnPhase = Callable[[str], None]
 
@@ -57,33 +56,6 @@ _BOOT = (
     "channel = Connection(int(sys.argv[1])); sys.path[:] = channel.recv()\n"
     "from twinfer.core.runtime.tensor_parallel_rank import main; main(channel)\n"
 )
-
-
-def refuse_indivisible(model: ModelSpec, tp: int) -> None:
-    """ConfigError naming the sizes that work when `tp` ranks cannot share the heads or columns of `model`."""
-    wrong = why_indivisible(model, tp)
-    if wrong:
-        fits = [str(n) for n in range(1, model.num_heads + 1) if not why_indivisible(model, n)]
-        raise ConfigError("--tp", tp, f"{model.name}: {wrong}", f"use {', '.join(fits)}")
-
-
-def why_indivisible(model: ModelSpec, tp: int) -> str:
-    """What of `model` does not divide over `tp` ranks, "" for nothing."""
-    counts = {"attention heads": model.num_heads}
-    if any(not model.is_moe(layer) for layer in range(model.num_layers)):
-        counts["MLP columns"] = model.intermediate_size
-    if model.moe is not None:
-        moe = model.moe
-        counts["columns of an expert"] = moe.intermediate_size
-        if moe.num_shared:
-            counts["columns of the shared experts"] = moe.shared_width
-    for what, count in counts.items():
-        if count % tp:
-            return f"its {count} {what} do not divide over {tp} ranks"
-    heads = model.num_kv_heads
-    if model.mla is None and heads % tp and tp % heads:
-        return f"its {heads} KV heads can neither be divided over {tp} ranks nor copied equally often"
-    return ""
 
 
 class Ranks:
@@ -205,7 +177,9 @@ class Ranks:
             mine.send(Job(rank, self.size, device, self.threads, registry.recipe))
 
     def _join(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="twinfer-tp-") as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="twinfer-tp-", ignore_cleanup_errors=True
+        ) as folder:  # a rank may still write
             store = str(Path(folder) / "store")
             self._tell(Join(store))
             joined = self._meet(store)
@@ -396,4 +370,4 @@ class TensorParallelExecutor:
         self.ranks.drop(self._number)
 
 
-__all__ = ["Ranks", "TensorParallelExecutor", "refuse_indivisible", "why_indivisible"]
+__all__ = ["Ranks", "TensorParallelExecutor"]

@@ -287,11 +287,13 @@ def test_pinned_pools_that_cannot_be(changes: dict[str, int], words: str) -> Non
 
 def test_ranks_that_do_not_divide_the_heads() -> None:
     with pytest.raises(
-        ConfigError, match="--tp=3: does not divide the 32 attention heads of llama-3-8b; use 1, 2, 4, 8"
+        ConfigError, match="--tp=3: llama-3-8b: its 32 attention heads do not divide over 3 ranks; use 1, 2, 4, 8"
     ):
         budget(tp=3)
-    with pytest.raises(ConfigError, match=r"use 1, 3, 9$"):
+    with pytest.raises(ConfigError, match=r"use 1, 3$"):
         budget("smollm2-135m", tp=2)
+    with pytest.raises(ConfigError, match="its 1536 MLP columns do not divide over 9 ranks"):
+        budget("smollm2-135m", tp=9)
 
 
 @given(

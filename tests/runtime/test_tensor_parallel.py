@@ -27,6 +27,7 @@ from twinfer.core.errors import ConfigError, EngineError, ModelError, RequestErr
 from twinfer.core.events import Finished, Submit, TokenDelta
 from twinfer.core.executor import Executor
 from twinfer.core.loop import LocalInbox, drive
+from twinfer.core.memory_parts import why_indivisible
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import StepPlan
 from twinfer.core.provision import provision
@@ -36,7 +37,7 @@ from twinfer.core.runtime.llm import LLM
 from twinfer.core.runtime.loading import load_share, torch_executor
 from twinfer.core.runtime.parallel import Parallel
 from twinfer.core.runtime.run import run_engine
-from twinfer.core.runtime.tensor_parallel import Ranks, why_indivisible
+from twinfer.core.runtime.tensor_parallel import Ranks
 from twinfer.core.runtime.tensor_parallel_rank import Step, weight_bytes
 from twinfer.core.setup import Setup
 from twinfer.core.workload import Workload
