@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_void_p
 
@@ -68,6 +69,15 @@ def _function(name: str) -> native.Function:
     return library.function(name, *_SIGNATURES[name])
 
 
+_mappings: dict[int, weakref.ref[mmap.mmap]] = {}
+
+
+def in_arena(tensor: Tensor) -> bool:
+    """True when `tensor` lies in an `Arena`: its storage then is a mapping that it shares with other weights."""
+    mapping = _mappings.get(tensor.untyped_storage().data_ptr())
+    return mapping is not None and mapping() is not None
+
+
 class Arena:
     """Zeroed memory for packed weights: a few large mappings, in huge pages where the system gives them.
 
@@ -84,6 +94,7 @@ class Arena:
         if size > len(self._free):
             mapping = _mapping(max(size, _CHUNK))
             self._free = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+            _mappings[self._free.data_ptr()] = weakref.ref(mapping)
         taken, self._free = self._free[:num_bytes], self._free[size:]
         return taken
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,9 +178,7 @@ class Ranks:
             mine.send(Job(rank, self.size, device, self.threads, registry.recipe))
 
     def _join(self) -> None:
-        with tempfile.TemporaryDirectory(
-            prefix="twinfer-tp-", ignore_cleanup_errors=True
-        ) as folder:  # a rank may still write
+        with tempfile.TemporaryDirectory(prefix="twinfer-tp-", ignore_cleanup_errors=True) as folder:
             store = str(Path(folder) / "store")
             self._tell(Join(store))
             joined = self._meet(store)
@@ -192,16 +191,20 @@ class Ranks:
     def _meet(self, store: str) -> ProcessGroupRank:
         """Join the group, in a thread, so that a rank which dies before it comes is not waited for."""
         met: list[ProcessGroupRank] = []
+        given_up = threading.Event()
 
         def meet() -> None:
             with contextlib.suppress(PeerLost):
                 met.append(join(0, self.size, self.device, store))
+            if given_up.is_set():  # the folder is gone, but for what this thread wrote after that
+                shutil.rmtree(Path(store).parent, ignore_errors=True)
 
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
         while thread.is_alive() and all(process.poll() is None for process in self.processes):
             thread.join(MEET_S)
         if not met:
+            given_up.set()
             raise self._why_lost("meeting the others")
         return met[0]
 

@@ -33,6 +33,7 @@ from twinfer.core.runtime.executor import TorchExecutor
 from twinfer.core.runtime.families import DecoderModel
 from twinfer.core.runtime.parallel import Parallel
 from twinfer.core.runtime.process_group import PeerLost, join
+from twinfer.kernels.gemm import in_arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,11 @@ def weight_bytes(root: object) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            if item.device.type == "cpu" and in_arena(item):
+                storages[item.data_ptr()] = item.nbytes
+            else:
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             todo.extend(item.values())
         elif isinstance(item, list | tuple | set | frozenset):
