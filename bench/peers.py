@@ -10,7 +10,7 @@ workload, prompts included; prompts are new in every round, so nothing is found 
 How the comparison is kept fair
 * Each engine is a process of its own that loads once, on the same CPUs, and is stopped (SIGSTOP) while others run.
 * Rounds are interleaved: every round runs each workload on each engine, in an order that rotates. One round before
-  them warms up and is not counted.
+  them, of at most 32 requests a workload, warms up and is not counted.
 * An engine that gives fewer tokens than asked is an error, not a fast engine.
 * The share of the machine that other processes used meanwhile is measured; cells above 10 % are marked with `!`.
 * Ratios are of medians; one is marked `~` (undecided) when the ranges of the two overlap.
@@ -40,6 +40,7 @@ from twinfer.core.catalog import resolve_spec
 HERE = Path(__file__).resolve().parent
 WORKLOADS = ("b1", "b8", "b32", "mixed")
 MAX_MODEL_LEN = 768
+WARM_UP = 32  # requests of the round that is not counted
 LOUD = 0.10  # share of the machine used by others, above which a cell is marked
 LOAD_S, RUN_S = 900.0, 1800.0  # longest waits: vLLM compiles for minutes
 
@@ -216,7 +217,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, dict[str, Cell]], dict[
                         continue
                     say(f"round {round_} of {args.rounds}: {workload} on {engine.name}")
                     try:
-                        engine.run(requests_of(workload, args.vocab, round_), cell, count=round_ > 0)
+                        requests = requests_of(workload, args.vocab, round_)
+                        engine.run(requests if round_ else requests[:WARM_UP], cell, count=round_ > 0)
                     except EngineFailed as error:
                         failures[engine.name] = str(error)
     except KeyboardInterrupt:
