@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -145,6 +145,10 @@ def _scenario_options(
         float | None,
         typer.Option(rich_help_panel=_WORKLOAD, help="Requests per second at the end of a ramp from --rate."),
     ] = None,
+    rate_scale: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="How many times as fast requests arrive, e.g. a trace at 4 times its rate."),
+    ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(rich_help_panel=_WORKLOAD, help="Clients that each send a request when their last has ended."),
@@ -254,7 +258,7 @@ class Scenario:
 
         g = self.given
         names = {"requests": "num_requests"}
-        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "concurrency", "input_len",
+        fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "rate_scale", "concurrency", "input_len",
                                                   "output_len", "lengths", "spread", "shared_prefix", "num_prefixes",
                                                   "trace", "too_long", "temperature", "beam_width",
                                                   "seed") if g[k] is not None}  # fmt: skip
@@ -377,7 +381,21 @@ def parse_size(option: str, text: str) -> int:
 
 def takes_scenario(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let `command(ctx, scenario, ...)` have all shared options on the command line."""
-    shared = inspect.signature(_scenario_options, eval_str=True).parameters
+    return _takes(command, inspect.signature(_scenario_options, eval_str=True).parameters)
+
+
+def takes_workload(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `command(ctx, scenario, ...)` have the shared options that describe the workload, and no others."""
+    every = inspect.signature(_scenario_options, eval_str=True).parameters
+    return _takes(command, {k: p for k, p in every.items() if _panel(p) == _WORKLOAD})
+
+
+def _panel(parameter: inspect.Parameter) -> str:
+    """The heading of the help under which an option stands."""
+    return next((str(o.rich_help_panel) for o in get_args(parameter.annotation)[1:] if o.rich_help_panel), "")
+
+
+def _takes(command: Callable[..., Any], shared: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
     own = inspect.signature(command, eval_str=True).parameters
 
     def run(ctx: typer.Context, **given: Any) -> Any:
@@ -483,4 +501,4 @@ def _keep(kind: str, name: str) -> Callable[..., None]:
     return callback
 
 
-__all__ = ["Scenario", "ScenarioCommand", "make_config", "parse_size", "takes_scenario"]
+__all__ = ["Scenario", "ScenarioCommand", "make_config", "parse_size", "takes_scenario", "takes_workload"]

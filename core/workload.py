@@ -42,6 +42,7 @@ class Workload(BaseModel):
         and is inf elsewhere.
     burstiness: shape of the gamma distribution that gaps between arrivals have: 1 is a Poisson process, less comes in
         bursts, more is more even.  ramp_to: the rate goes in a straight line from `rate` to this one.
+    rate_scale: arrivals come so many times as fast, whatever gave them: a trace at 4 times its rate.
     concurrency: so many clients, each sending its next request when its last has ended (closed loop), instead of `rate`.
     input_len, output_len: mean tokens of a synthetic prompt and of its answer; for prompts from a file
         `output_len` is the answer's length, unless the file gives one.
@@ -62,6 +63,7 @@ class Workload(BaseModel):
     rate: float | None = None
     burstiness: float = 1.0
     ramp_to: float | None = None
+    rate_scale: float = 1.0
     concurrency: int | None = None
     input_len: int = 512
     output_len: int = 128
@@ -106,6 +108,11 @@ class Workload(BaseModel):
         _require("--burstiness", self.burstiness, 0.01 <= self.burstiness <= 1e6, "use a value from 0.01 to 1e6")
         if self.burstiness != 1 and (self.rate is None or self.rate == math.inf):
             raise ConfigError("--burstiness", self.burstiness, "without a rate there are no gaps", "give --rate too")
+        _require("--rate-scale", self.rate_scale, 1e-6 <= self.rate_scale <= 1e6, "use a value from 1e-6 to 1e6")
+        if self.rate_scale != 1 and (self.concurrency is not None or self.rate == math.inf):
+            raise ConfigError(
+                "--rate-scale", self.rate_scale, "nothing has a time that could be scaled", "give --rate, or a trace with times"
+            )
         if self.concurrency is not None:
             _within("--concurrency", self.concurrency, MAX_REQUESTS)
             if self.rate is not None and self.rate != math.inf:
@@ -267,6 +274,12 @@ def generate(
     else:
         origin = min(d.arrival for d in drafts if d.arrival is not None)
         times = [d.arrival - origin for d in drafts if d.arrival is not None]
+    if workload.rate_scale != 1:
+        if not any(times):
+            raise ConfigError(
+                "--rate-scale", workload.rate_scale, "all requests arrive at once", "give --rate, or a trace with times"
+            )
+        times = [t / workload.rate_scale for t in times]
     order = sorted(range(len(drafts)), key=lambda i: times[i])  # stable: ties keep the file's order
     return [
         Request(

@@ -43,7 +43,7 @@ from twinfer.core.workload import Encode, Workload, generate, source_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.machine import differences
-from twinfer.simulator.op_time import build_chain
+from twinfer.simulator.op_time import OpTimeChain, build_chain
 from twinfer.simulator.step_time import StepTimer
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
@@ -80,17 +80,17 @@ def simulate(
     Raises ConfigError, ModelError or RequestError for what cannot be run; nothing is simulated then.
     """
     registry = registry or default_registry()
-    world = _prepare(config, workload, registry, device, encode)
+    world = prepare(config, workload, registry, device, encode)
     on_progress = on_progress or (lambda done, total, info: None)
-    record, sigma = _run(world, 1.0, on_progress, should_stop, keep=True)
+    record, sigma = run_world(world, 1.0, on_progress, should_stop, keep=True)
     if record.complete:
         record.intervals = _bands(world, record, Z80 * sigma, on_progress, should_stop)
     return record
 
 
 @dataclass(frozen=True, slots=True)
-class _World:
-    """All that a run needs; runs of one world differ only in the speed of their steps."""
+class World:
+    """All that a run needs; runs of one world differ in the speed of their steps, and perhaps in their requests."""
 
     setup: Setup
     registry: Registry
@@ -101,11 +101,23 @@ class _World:
     reasons: Mapping[str, str]
     environment: Mapping[str, Any]
     concurrency: int | None
+    chain: OpTimeChain
+    ops_of: Callable[[StepShape], Sequence[Op]]
 
 
-def _prepare(
-    config: EngineConfig, workload: Workload, registry: Registry, device: DeviceSpec | None, encode: Encode | None
-) -> _World:
+def prepare(
+    config: EngineConfig,
+    workload: Workload,
+    registry: Registry,
+    device: DeviceSpec | None = None,
+    encode: Encode | None = None,
+    requests: Sequence[Request] | None = None,
+    wrap: Callable[[OpTimeChain], OpTimeChain] | None = None,
+) -> World:
+    """Check everything and gather it.
+
+    requests: of `workload`, where they have been made before.  wrap: what to put around the op-time chain.
+    """
     if not workload.ignore_eos:
         raise ConfigError(
             "ignore_eos", False, "a prediction has no text that could end a request",
@@ -119,7 +131,8 @@ def _prepare(
     spec = resolve_spec(config.model)
     device = device or load_device(config.device, registry)
     context = config.max_model_len or spec.max_context
-    requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry)
+    if requests is None:
+        requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     reasons = dict(setup.reasons)
@@ -132,6 +145,8 @@ def _prepare(
         if changed:
             reasons["device"] += f"; this machine differs ({changed}): run `twinfer calibrate`"
     chain = build_chain(config.op_time, device, registry)
+    if wrap is not None:
+        chain = wrap(chain)
     model, techniques = setup.model, setup.techniques
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
@@ -149,9 +164,9 @@ def _prepare(
         "op_time": [m.name for m in chain.models],
         "seed": config.seed,
     }
-    return _World(
+    return World(
         setup, registry, device, requests, StepTimer(ops_of, chain, windows), workload.plain(), reasons, environment,
-        workload.concurrency,
+        workload.concurrency, chain, ops_of,
     )  # fmt: skip
 
 
@@ -170,19 +185,29 @@ class _StoppableExecutor(CostExecutor):
         return super().execute(plan)
 
 
-def _run(
-    world: _World, scale: float, on_progress: OnProgress, should_stop: ShouldStop | None, keep: bool
-) -> tuple[RunRecord, float]:  # fmt: skip
-    """One run with all steps `scale` times as long: its record and its relative sigma."""
+def run_world(
+    world: World,
+    scale: float,
+    on_progress: OnProgress,
+    should_stop: ShouldStop | None,
+    keep: bool,
+    hopeless: Callable[[RunRecord, float], bool] | None = None,
+) -> tuple[RunRecord, float]:
+    """One run with all steps `scale` times as long: its record and its relative sigma.
+
+    hopeless(record so far, now): asked before each step; True ends the run, which is then not `complete`.
+    """
     setup = world.setup
     core = setup.build_core()
     executor = _StoppableExecutor(world.timer, scale)
-    executor.should_stop = should_stop
     recorder = Recorder(
         "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
         environment=world.environment, reasons=world.reasons, keep_ops=keep,
     )  # fmt: skip
     env = simpy.Environment()
+    executor.should_stop = should_stop
+    if hopeless is not None:
+        executor.should_stop = lambda: (should_stop is not None and should_stop()) or hopeless(recorder.record, env.now)
     inbox = SimInbox(env)
     total = len(world.requests)
     done = 0
@@ -218,7 +243,7 @@ def _run(
 
 
 def _bands(
-    world: _World, record: RunRecord, width: float, on_progress: OnProgress, should_stop: ShouldStop | None
+    world: World, record: RunRecord, width: float, on_progress: OnProgress, should_stop: ShouldStop | None
 ) -> dict[str, tuple[float, float]]:
     """80 % bands by dotted metric name, by the rule in the module's docstring."""
     slow, fast = 1 + width, 1 / (1 + width)  # a ratio: equally likely too slow and too fast
@@ -237,7 +262,7 @@ def _bands(
     total = len(world.requests)
     ends = []
     for scale in (slow, fast):
-        other, _ = _run(world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False)
+        other, _ = run_world(world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False)
         if not other.complete:
             return {}
         ends.append(flat(other.metrics))

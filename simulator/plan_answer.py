@@ -1,0 +1,193 @@
+"""From what a search found to what a buyer reads: rows, the Pareto front, what comes next, one sentence.
+
+    next limit    of the load just above the goodput: which promise breaks first, and what its requests wait for
+        the KV pool is full while requests wait      memory: KV capacity
+        all rows are taken while requests wait       max_num_seqs
+        else what most of the mean step's time is    prefill compute | memory bandwidth | interconnect | host
+
+Invariants
+* Every number says which outcome it is of; what is not known is None, never 0.
+* Fleets without a price are never ranked among those with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinfer.core.device import DeviceSpec
+from twinfer.core.goal import Goal
+from twinfer.simulator.energy import joules_per_token
+from twinfer.simulator.plan_search import Found
+from twinfer.simulator.plan_space import Design, Question, label_of
+from twinfer.simulator.plan_trial import Outcome
+
+CROWDED = 0.3  # share of the time with requests waiting at a limit, from which on that limit is the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """One confirmed fleet, of one device type. Money in US$, times in s, `band` of the middle 80 %.
+
+    cost_per_million: per million output tokens of requests that kept every limit.  goodput: largest rate in
+    requests per s at which the promises are kept.  next_limit: what breaks above it.
+    """
+
+    device: str
+    label: str
+    design: str
+    config: Mapping[str, Any]
+    replicas: int
+    num_devices: int
+    price_per_hour: float | None
+    price_source: str
+    cost_per_hour: float | None
+    cost_per_million: float | None
+    goodput: float
+    headroom: float
+    values: Mapping[str, float | None]
+    band: Mapping[str, tuple[float | None, float | None]]
+    band_keeps: bool
+    attained: float
+    busy: float
+    requests_per_second: float
+    tokens_per_second: float
+    watts: float | None
+    joules_per_token: float | None
+    next_limit: str
+    on_front: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """fleets: cheapest first, those without a price last.  none: device -> why no fleet of it is proposed.
+
+    changed: what the answer becomes when something is different, in words and numbers.
+    """
+
+    sentence: str
+    fleets: list[Fleet]
+    none: Mapping[str, str]
+    changed: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "sentence": self.sentence, "fleets": [f.plain() for f in self.fleets], "none": dict(self.none),
+            "changed": self.changed, "notes": self.notes,
+        }  # fmt: skip
+
+
+def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) -> Fleet:
+    """The fleet of `found`, which must have one. rate: requests per s of the traffic."""
+    design, outcome = found.design, found.outcome
+    assert design is not None and outcome is not None and design.config is not None
+    price = device.price_per_hour
+    cost = None if price is None else price * found.num_devices
+    names = [*outcome.values]
+    band = {n: (_value(found.fast, n), _value(found.slow, n)) for n in names} if found.slow is not None else {}
+    return Fleet(
+        device=design.device, label=label_of(design, found.replicas), design=design.key,
+        config=design.config.model_dump(mode="json"), replicas=found.replicas, num_devices=found.num_devices,
+        price_per_hour=price, price_source=device.price_source, cost_per_hour=cost,
+        cost_per_million=None if cost is None or not outcome.good_tokens else cost / 3600 / outcome.good_tokens * 1e6,
+        goodput=rate * found.load, headroom=found.load - 1, values=dict(outcome.values), band=band,
+        band_keeps=found.slow is not None and found.slow.keeps(question.goals), attained=outcome.attained,
+        busy=outcome.busy, requests_per_second=outcome.requests_per_second, tokens_per_second=outcome.tokens_per_second,
+        watts=None if outcome.watts is None else outcome.watts * found.num_devices,
+        joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
+        next_limit=next_limit(found.breaks, question.goals, design),
+    )  # fmt: skip
+
+
+def _value(outcome: Outcome | None, name: str) -> float | None:
+    return None if outcome is None or outcome.hopeless else outcome.values.get(name)
+
+
+def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design) -> str:
+    """What stops a fleet whose outcome just above its goodput is `breaks`."""
+    if breaks is None:
+        return "none up to 4 times the traffic"
+    if breaks.failed:
+        return f"memory: requests cannot be served ({breaks.failed_why})"
+    broken = breaks.broken(goals)
+    if not broken:
+        return "none"
+    goal = max(broken, key=lambda g: float("inf") if (v := breaks.values.get(g.name)) is None else v / g.limit)
+    name = f"{goal.metric.upper()} {goal.statistic}"
+    config = design.config
+    assert config is not None
+    if goal.metric in ("ttft", "e2e") and breaks.kv_full >= CROWDED:
+        return f"{name}: KV capacity, requests wait for blocks"
+    if goal.metric in ("ttft", "e2e") and breaks.rows_full >= CROWDED:
+        return f"{name}: rows, all {config.max_num_seqs} are taken (--max-num-seqs)"
+    words = {
+        "compute": "compute, prompts compete for steps" if goal.metric in ("ttft", "e2e") else "compute of the prompt chunks in a step",
+        "memory": "memory bandwidth, weights and KV are read in every step",
+        "network": "the interconnect, collectives of every layer",
+        "host": "the host, its part of every step",
+        "": "the length of a step",
+    }  # fmt: skip
+    largest = max(breaks.parts, key=lambda part: breaks.parts[part], default="")
+    queue = "queueing on " if goal.metric in ("ttft", "e2e") else ""
+    return f"{name}: {queue}{words[largest]}"
+
+
+def front_of(fleets: Sequence[Fleet], goals: Sequence[Goal]) -> set[int]:
+    """Positions of the fleets that no other beats in cost, goodput and every promise at once; priced ones only."""
+
+    def point(fleet: Fleet) -> tuple[float, ...]:
+        values = [float("inf") if (v := fleet.values.get(g.name)) is None else v for g in goals]
+        return (fleet.cost_per_hour or 0.0, -fleet.goodput, *values)
+
+    priced = [i for i, fleet in enumerate(fleets) if fleet.cost_per_hour is not None]
+    points = {i: point(fleets[i]) for i in priced}
+    return {
+        i for i in priced
+        if not any(points[j] != points[i] and all(a <= b for a, b in zip(points[j], points[i], strict=True)) for j in priced)
+    }  # fmt: skip
+
+
+def ranked(fleets: Iterable[Fleet]) -> list[Fleet]:
+    """Cheapest first; those without a price behind them, by number of devices."""
+    return sorted(
+        fleets,
+        key=lambda f: (f.cost_per_hour is None, f.cost_per_hour or f.num_devices, -f.headroom, f.device),
+    )
+
+
+def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, complete: bool) -> str:
+    """The answer in one sentence."""
+    if not fleets:
+        ended = "" if complete else " so far (the search was stopped)"
+        return f"No fleet of up to {question.max_replicas} replicas keeps the promises on any device searched{ended}."
+    best = fleets[0]
+    kept = " and ".join(f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals)
+    money = (
+        f"US$ {best.cost_per_hour:.2f} an hour, US$ {best.cost_per_million:.2f} per million output tokens in time"
+        if best.cost_per_hour is not None and best.cost_per_million is not None
+        else "no price is known"
+    )
+    above = f"{best.headroom:+.0%} traffic" if best.headroom >= 0.005 else "the very next bit of traffic"
+    limit = f"the next limit, at {above}, is {best.next_limit}" if "none" not in best.next_limit[:4] else best.next_limit
+    if best.next_limit.startswith("none"):
+        limit = f"no limit is met up to {1 + best.headroom:g} times the traffic"
+    start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
+    stopped = "" if complete else " of those searched before the stop"
+    return (
+        f"{start}{stopped} for {question.model} at {rate:.3g} requests/s is {best.label}: {money}, {kept}, "
+        f"{best.busy:.0%} busy; {limit}."
+    )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "not served"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+__all__ = ["Answer", "Fleet", "fleet_of", "front_of", "next_limit", "ranked", "sentence_of"]

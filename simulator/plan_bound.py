@@ -1,0 +1,169 @@
+"""What a design could do at best, without simulating it: what cannot work is never simulated.
+
+A steady step of d decode rows also feeds the prompts that keep those rows coming, p = d * P / D tokens (P mean
+prompt, D mean decode steps of a request), and takes t(d). Its requests per second are d / (D * t(d)). t(d) / d falls
+with d, so the largest d that fits is best: by rows, by tokens of a step, by the KV pool, and for TPOT by t(d) itself.
+
+    ideal    t(d) on the device's peaks, without overheads (roofline): no fleet is faster
+    likely   t(d) with the op times of the simulation, d also held to the TPOT promise: where a search begins
+
+Invariants
+* A design is refused here only if its replica on an empty server already breaks a promise, or memory does.
+* `fewest` replicas is optimistic: queues, bursts and lengths that vary only make it more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twinfer.core.goal import Goal
+from twinfer.core.op_time import host_op
+from twinfer.core.policy import Limits
+from twinfer.core.request import Request
+from twinfer.core.work import Op, RowShape, StepShape
+from twinfer.plugins.op_time.roofline import Roofline
+from twinfer.simulator.op_time import OpTimeChain
+from twinfer.simulator.run import World
+
+OpsOf = Callable[[StepShape], Sequence[Op]]
+SAFETY = 0.85
+"""Share of the likely replicas that are surely needed: the mean step is not quite the steps that run."""
+POINTS = 12  # batch sizes at which t(d) is looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a workload asks for: number of requests, seconds they arrive over, mean and extreme lengths.
+
+    fed: mean prompt tokens that surely have to be computed (prompts that share prefixes: 1).
+    """
+
+    num: int
+    span: float
+    prompt: float
+    fed: float
+    output: float
+    longest_output: int
+    shortest_context: int
+    prompts: tuple[int, ...]  # sorted
+
+    @property
+    def rate(self) -> float:
+        """Requests per s; inf when all arrive at once."""
+        return self.num / self.span if self.span > 0 else math.inf
+
+
+def demand_of(requests: Sequence[Request]) -> Demand:
+    prompts = sorted(len(r.prompt) for r in requests)
+    outputs = [r.params.max_tokens or 1 for r in requests]
+    own = all(isinstance(r.prompt, range) for r in requests)  # made to share nothing (`core/workload.py`)
+    mean = sum(prompts) / len(prompts)
+    return Demand(
+        num=len(requests), span=requests[-1].arrival - requests[0].arrival, prompt=mean, fed=mean if own else 1.0,
+        output=sum(outputs) / len(outputs), longest_output=max(outputs), shortest_context=prompts[0] + 1,
+        prompts=tuple(prompts),
+    )  # fmt: skip
+
+
+def step_seconds(ops_of: OpsOf, chain: OpTimeChain, shape: StepShape) -> float:
+    return math.fsum(chain.time(op).seconds * op.count for op in (*ops_of(shape), host_op(shape)))
+
+
+def steady_shape(rows: int, prompt: float, fed: float, output: float) -> StepShape:
+    """The mean step of `rows` decoding rows and the prompt tokens that replace those that end."""
+    decodes = max(output - 1, 0.0)
+    context = max(1, round(prompt + output / 2))
+    tokens = round(rows * fed / decodes) if decodes else round(fed * rows)
+    each = max(1, round(prompt))
+    whole, rest = divmod(tokens, each)
+    prefills = (RowShape(each, each),) * whole + ((RowShape(rest, max(rest, (each + rest) // 2)),) if rest else ())
+    decoding = (RowShape(1, context),) * rows if decodes else ()
+    return StepShape(decoding + prefills, (rows if decodes else 0) + max(1, whole))
+
+
+def capacity(
+    ops_of: OpsOf, chain: OpTimeChain, limits: Limits, kv_tokens: int, demand: Demand, slowest_step: float = math.inf
+) -> float:
+    """Requests per second of one replica in steady steps of at most `slowest_step` seconds; 0 when none is that fast."""
+    decodes = max(demand.output - 1, 0.0)
+    context = demand.prompt + demand.output / 2
+    per_row = 1 + demand.fed / decodes if decodes else max(1.0, demand.fed)
+    most = min(limits.max_num_seqs, kv_tokens / context, limits.max_num_batched_tokens / per_row)
+    if most < 1:  # a prompt takes several steps: count the steps of one request alone
+        alone = empty_server(ops_of, chain, limits, max(1, round(demand.fed)))
+        rest = step_seconds(ops_of, chain, StepShape((RowShape(1, max(1, round(context))),), 1)) if decodes else 0.0
+        return 1 / (alone + decodes * rest) * max(1.0, min(limits.max_num_seqs, kv_tokens / context))
+    sizes = sorted({max(1, round(most ** (i / POINTS))) for i in range(POINTS + 1)} | {int(most)})
+    best = 0.0
+    for rows in sizes:
+        seconds = step_seconds(ops_of, chain, steady_shape(rows, demand.prompt, demand.fed, demand.output))
+        if seconds <= slowest_step:
+            best = max(best, rows / (max(decodes, 1.0) * seconds))
+    return best
+
+
+def empty_server(ops_of: OpsOf, chain: OpTimeChain, limits: Limits, prompt: int, chunk: int | None = None) -> float:
+    """TTFT of a prompt that finds the server empty: its chunks, one after the other."""
+    chunk = min(chunk or prompt, limits.max_num_batched_tokens)
+    seconds, done = 0.0, 0
+    while done < prompt:
+        take = min(chunk, prompt - done)
+        done += take
+        seconds += step_seconds(ops_of, chain, StepShape((RowShape(take, done),), int(done == prompt)))
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """fewest: replicas below which no fleet keeps the promises; likely: where to look first; problem: why none does."""
+
+    fewest: int = 1
+    likely: int = 1
+    problem: str = ""
+
+
+def bound_of(world: World, demand: Demand, goals: Sequence[Goal], peak_rate: float) -> Bound:
+    """Bounds of the design of `world`. peak_rate: requests per s in the busiest part of the traffic."""
+    setup, chain, ops_of = world.setup, world.chain, world.ops_of
+    limits = setup.limits
+    for goal in goals:
+        value = _at_least(world, demand, goal)
+        if value > goal.limit:
+            return Bound(problem=f"{goal.name} is {_time(value)} at least, on an empty server (promised: {_time(goal.limit)})")
+    kv_tokens = limits.num_blocks * setup.block_size // len(setup.groups)
+    peaks = world.device.model_copy(update={"efficiency": {}, "calibration": {}})
+    ideal = capacity(ops_of, OpTimeChain((Roofline(),), peaks), limits, kv_tokens, demand)
+    slowest = min((g.limit for g in goals if g.metric in ("tpot", "itl") and g.share >= 0.9), default=math.inf)
+    likely = capacity(ops_of, chain, limits, kv_tokens, demand, slowest)
+    if not likely:
+        likely = SAFETY * capacity(ops_of, chain, limits, kv_tokens, demand)
+    share = max((g.share for g in goals if g.metric in ("ttft", "e2e")), default=0.0)
+    step = 1 / (SAFETY * likely)
+    waits = max((g.limit for g in goals if g.metric in ("ttft", "e2e")), default=0.0)
+    if not any(g.metric == "e2e" for g in goals):  # answers may go on after the first token was in time
+        waits += demand.longest_output * min(slowest, step * limits.max_num_seqs)
+    needed = share * demand.num / (demand.span + waits)
+    fewest = max(1, math.ceil(needed / ideal), math.ceil(SAFETY * needed / likely))
+    return Bound(fewest=fewest, likely=max(fewest, math.ceil(peak_rate / (0.9 * likely))))
+
+
+def _at_least(world: World, demand: Demand, goal: Goal) -> float:
+    """Seconds that `goal`'s statistic takes on a server that has nothing else to do; 0 where that says nothing."""
+    if goal.metric in ("tpot", "itl"):
+        return step_seconds(world.ops_of, world.chain, StepShape((RowShape(1, demand.shortest_context),), 1))
+    if demand.fed == 1.0:  # hits of a prefix cache may leave nothing to compute
+        return 0.0
+    # whole prompts go to the one that stands at the goal's rank; of a mean, to the mean one
+    ordered = demand.prompts
+    length = round(demand.prompt) if goal.statistic == "mean" else ordered[math.floor((len(ordered) - 1) * goal.share)]
+    chunk = world.setup.config.scheduler.options.get("chunk_size")
+    return empty_server(world.ops_of, world.chain, world.setup.limits, max(1, length), chunk)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+__all__ = ["SAFETY", "Bound", "Demand", "bound_of", "capacity", "demand_of", "empty_server", "steady_shape", "step_seconds"]

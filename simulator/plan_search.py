@@ -1,0 +1,269 @@
+"""The search itself, as generators: they yield trials, are sent outcomes, and never simulate, time or print.
+
+On one device type, where cost is the number of devices:
+
+    assess every design     memory, techniques, empty server, roofline bound
+    screen                  cheapest first; the first gets its smallest fleet by galloping and bisection, each later one
+                            is first tried with the most replicas that are no dearer than the best so far
+    confirm                 the best of the screened ones, smallest fleet on the whole fleet and all traffic
+    finish                  goodput at the SLO by bisection over the rate, the 80 % band
+
+Assumption: more replicas never break a promise that fewer keep, and more traffic never mends one.
+
+Invariants
+* What a search asks for depends on what it was told alone, so it takes the same path with any number of processes,
+  and a stopped one can be resumed by answering from a file.
+* Only a fleet whose `fleet` trial kept every promise is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from twinfer.core.goal import Goal
+from twinfer.simulator.plan_space import Design, Question
+from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, SCREEN, Outcome, Trial
+
+T = TypeVar("T")
+Search: TypeAlias = Generator[list[Trial], list[Outcome], T]
+Level: TypeAlias = Callable[[str, int], str]
+
+Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
+FINALISTS = 3  # screened designs of a device that are confirmed
+LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic, until a promise breaks
+CLOSE = 1.02  # ratio of the loads between which the goodput is left
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a search found on one device: the cheapest fleet that keeps the promises, or why there is none.
+
+    verdicts: for every design, by key, why it is not the answer ("" for the answer).  load, breaks: how many times
+    the traffic the fleet carries, and the outcome just above.  band: goal -> (low, high) of the middle 80 %.
+    """
+
+    device: str
+    design: Design | None = None
+    replicas: int = 0
+    outcome: Outcome | None = None
+    verdicts: dict[str, str] = field(default_factory=dict)
+    load: float = 1.0
+    breaks: Outcome | None = None
+    slow: Outcome | None = None
+    fast: Outcome | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * self.design.num_devices if self.design is not None else 0
+
+
+def smallest(low: int, high: int, start: int, test: Callable[[int], Search[bool]]) -> Search[int | None]:
+    """The smallest n in [low, high] that passes `test`, looked for around `start`; None when even `high` fails.
+
+    Assumes that what passes goes on passing for every larger n.
+    """
+    if low > high:
+        return None
+    start = min(max(start, low), high)
+    step = 1
+    if (yield from test(start)):
+        good, bad = start, low - 1
+        while good - bad > 1:
+            n = max(bad + 1, good - step)
+            if not (yield from test(n)):
+                bad = n
+                break
+            good, step = n, 2 * step
+    else:
+        good, bad = high + 1, start
+        while good > high:
+            if bad == high:
+                return None
+            n = min(high, bad + step)
+            if (yield from test(n)):
+                good = n
+            else:
+                bad, step = n, 2 * step
+    while good - bad > 1:
+        middle = (good + bad) // 2
+        if (yield from test(middle)):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def search_device(device: str, designs: Sequence[Design], question: Question, level: Level) -> Search[Found]:
+    """The cheapest fleet of `device` that keeps the promises of `question`, with its goodput and band."""
+    found = Found(device=device, verdicts=dict.fromkeys((d.key for d in designs), ""))
+    screened = yield from _screen(found, designs, question, level)
+    yield from _confirm(found, screened, question, level)
+    if found.design is not None:
+        yield from _finish(found, question, level)
+    return found
+
+
+@dataclass(slots=True)
+class _Screened:
+    design: Design
+    replicas: int
+    outcome: Outcome
+    fewest: int
+
+    def rank(self, goals: Sequence[Goal]) -> tuple[float, float, int]:
+        """Cheaper first, then with the larger margin."""
+        return (self.replicas * self.design.num_devices, self.outcome.margin(goals), self.design.index)
+
+
+def _screen(found: Found, designs: Sequence[Design], question: Question, level: Level) -> Search[list[_Screened]]:
+    goals, most = question.goals, question.max_replicas
+    assessed = yield [Trial(design=d.index, replicas=1, level=ASSESS) for d in designs]
+    alive: list[tuple[Design, Outcome]] = []
+    for design, bound in zip(designs, assessed, strict=True):
+        if bound.problem:
+            found.verdicts[design.key] = bound.problem
+        elif bound.fewest > most:
+            found.verdicts[design.key] = f"needs {bound.fewest} replicas at least, more than the {most} allowed"
+        else:
+            alive.append((design, bound))
+    alive.sort(key=lambda pair: (pair[1].likely * pair[0].num_devices, pair[0].index))
+    kept: list[_Screened] = []
+    best: int | None = None
+    for design, bound in alive:
+        cap = most if best is None else min(most, best // design.num_devices)
+        if bound.fewest > cap:
+            found.verdicts[design.key] = _dearer(bound.fewest, design, best)
+            continue
+        seen = _Asked(design, question, level, SCREEN)
+        start = bound.likely if best is None else cap
+        n = yield from smallest(bound.fewest, cap, start, seen.keeps)
+        if n is None:
+            found.verdicts[design.key] = seen.why(cap)
+            continue
+        kept.append(_Screened(design, n, seen.outcomes[n], bound.fewest))
+        best = n * design.num_devices if best is None else min(best, n * design.num_devices)
+    return sorted(kept, key=lambda s: s.rank(goals))
+
+
+def _confirm(found: Found, screened: Sequence[_Screened], question: Question, level: Level) -> Search[None]:
+    goals = question.goals
+    best: _Screened | None = None
+    for place, candidate in enumerate(screened):
+        design = candidate.design
+        if best is not None and place >= FINALISTS:
+            found.verdicts[design.key] = "screened behind the designs that were confirmed"
+            continue
+        cap = question.max_replicas
+        if best is not None:
+            cap = min(cap, best.replicas * best.design.num_devices // design.num_devices)
+        if candidate.fewest > cap:
+            found.verdicts[design.key] = _dearer(candidate.fewest, design, cap * design.num_devices)
+            continue
+        seen = _Asked(design, question, level, FLEET)
+        start = candidate.replicas if best is None else cap
+        n = yield from smallest(candidate.fewest, cap, start, seen.keeps)
+        if n is None:
+            found.verdicts[design.key] = seen.why(cap)
+            continue
+        confirmed = _Screened(design, n, seen.outcomes[n], candidate.fewest)
+        if best is None or confirmed.rank(goals) < best.rank(goals):
+            if best is not None:
+                found.verdicts[best.design.key] = f"{_count(best)} keep the promises; {design.key} is cheaper or has more room"
+            best = confirmed
+        else:
+            found.verdicts[design.key] = f"{_count(confirmed)} keep the promises; {best.design.key} is cheaper or has more room"
+    if best is not None:
+        found.design, found.replicas, found.outcome = best.design, best.replicas, best.outcome
+
+
+def _finish(found: Found, question: Question, level: Level) -> Search[None]:
+    assert found.design is not None and found.outcome is not None
+    index, n = found.design.index, found.replicas
+    width = 1 + Z80 * found.outcome.sigma
+    found.slow, found.fast = yield [
+        Trial(design=index, replicas=n, level=FLEET, steps=steps) for steps in (width, 1 / width)
+    ]  # fmt: skip
+    view = level(REPLICA, n)
+
+    def breaks(load: float) -> Search[Outcome | None]:
+        (outcome,) = yield [Trial(design=index, replicas=n, level=view, load=load)]
+        return None if outcome.keeps(question.goals) else outcome
+
+    good = 1.0  # as confirmed
+    for load in LOADS:
+        found.breaks = yield from breaks(load)
+        if found.breaks is not None:
+            break
+        good = load
+    else:
+        found.load = good
+        return
+    bad = load
+    while bad / good > CLOSE:
+        middle = round((good * bad) ** 0.5, 4)
+        broken = yield from breaks(middle)
+        if broken is None:
+            good = middle
+        else:
+            bad, found.breaks = middle, broken
+    found.load = good
+
+
+def needed(
+    design: Design, start: int, question: Question, goals: Sequence[Goal], *,
+    load: float = 1.0, steps: float = 1.0, bandwidth: float = 1.0,
+) -> Search[int | None]:  # fmt: skip
+    """Replicas of `design` that keep `goals` when something is different; None when none of the allowed fleets does."""
+
+    def keeps(n: int) -> Search[bool]:
+        (outcome,) = yield [
+            Trial(design=design.index, replicas=n, level=FLEET, load=load, steps=steps, bandwidth=bandwidth)
+        ]
+        return outcome.keeps(goals)
+
+    return (yield from smallest(1, question.max_replicas, start, keeps))
+
+
+class _Asked:
+    """The trials of one design at one level."""
+
+    def __init__(self, design: Design, question: Question, level: Level, name: str) -> None:
+        self.design, self.question, self.level, self.name = design, question, level, name
+        self.outcomes: dict[int, Outcome] = {}
+
+    def keeps(self, n: int) -> Search[bool]:
+        (outcome,) = yield [Trial(design=self.design.index, replicas=n, level=self.level(self.name, n))]
+        self.outcomes[n] = outcome
+        return outcome.keeps(self.question.goals)
+
+    def why(self, n: int) -> str:
+        """Why `n` replicas are not enough."""
+        outcome = self.outcomes.get(n)
+        return "" if outcome is None else why_not(outcome, self.question.goals, n)
+
+
+def why_not(outcome: Outcome, goals: Sequence[Goal], replicas: int) -> str:
+    """In words, why `replicas` with this outcome are no answer; "" when they are one."""
+    if outcome.problem:
+        return outcome.problem
+    if outcome.failed:
+        return f"{outcome.failed} of {outcome.num_requests} requests cannot be served: {outcome.failed_why}"
+    words = []
+    for goal in outcome.broken(goals):
+        value = outcome.values.get(goal.name)
+        early = outcome.hopeless.startswith(goal.name + "<")
+        words.append(f"{goal.name} is {'far above' if value is None or early else f'{value:.3g} s, above'} {goal.limit:g} s")
+    return f"with {replicas} replicas " + " and ".join(words) if words else ""
+
+
+def _dearer(fewest: int, design: Design, best: int | None) -> str:
+    return f"needs {fewest * design.num_devices} devices at least, another design keeps the promises with {best}"
+
+
+def _count(screened: _Screened) -> str:
+    return f"{screened.replicas * screened.design.num_devices} devices"
+
+
+__all__ = ["Found", "Search", "needed", "search_device", "smallest", "why_not"]

@@ -1,0 +1,67 @@
+"""`twinfer plan`: one answer as text and JSON, a file that resumes, and everything a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PLAN = ("plan", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--tp", "1", "--max-num-batched-tokens", "1024",
+        "--rate", "20", "--requests", "40", "--input-len", "400", "--output-len", "8", "--workers", "1")  # fmt: skip
+SLO = ("--slo", "ttft.p90<=0.5")
+
+
+def test_a_plan_in_json_and_where_it_lies(cli: Callable) -> None:
+    found: dict[str, Any] = cli(*PLAN, *SLO, "--price", "h100-sxm=2", "--json").json
+    (fleet,) = found["answer"]["fleets"]
+    assert fleet["device"] == "h100-sxm" and fleet["cost_per_hour"] == 2 * fleet["num_devices"]
+    assert fleet["values"]["ttft.p90"] <= 0.5 and found["complete"] is True
+    assert "next limit" in found["answer"]["sentence"] or "no limit" in found["answer"]["sentence"]
+    assert json.loads(Path(found["path"]).read_text())["answer"] == found["answer"]
+    assert all("outcome" in p and "rejected" in p for p in found["points"])
+
+
+def test_a_plan_in_words(cli: Callable, tmp_path: Path) -> None:
+    done = cli(*PLAN, *SLO, "--out", tmp_path / "p.json")
+    assert done.code == 0, done.err
+    for word in ("The cheapest fleet", "h100-sxm", "US$/h", "goodput", "next limit", "traffic +20 %", "80 % band",
+                 "price of h100-sxm:", "points in"):  # fmt: skip
+        assert word in done.out, word
+    again = cli("plan", "--resume", tmp_path / "p.json", "--workers", "1")
+    assert again.code == 0 and again.out == done.out
+
+
+def test_a_trace_at_several_times_its_rate(cli: Callable, tmp_path: Path) -> None:
+    rows = [f"2023-11-16 18:00:{i:02d}.0000000,300,6" for i in range(30)]
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    plain = [a for a in PLAN if a not in ("--rate", "20", "--requests", "40", "--input-len", "400", "--output-len", "8")]
+    found = cli(*plain, *SLO, "--trace", tmp_path / "t.csv", "--rate-scale", "4", "--json").json
+    assert found["question"]["workload"]["rate_scale"] == 4
+    assert "at 4.14 requests/s" in found["answer"]["sentence"]  # 30 requests over 29 s / 4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ((), ("--slo", "every fleet will do")), (("--slo", "ttft"), ("--slo", "METRIC.STATISTIC")),
+        ((*SLO, "--tp", "two"), ("--tp", "not a number")), ((*SLO, "--device", "h1000"), ("--device", "h100")),
+        ((*SLO, "--quant", "int3"), ("--quant", "known")), ((*SLO, "--kv-dtype", "fp99"), ("--kv-dtype",)),
+        ((*SLO, "--price", "h100-sxm"), ("--price", "DEVICE=USD")), ((*SLO, "--price", "l4=1"), ("--price", "searched")),
+        ((*SLO, "--try", "memory_fraction"), ("--try", "FIELD=VALUE")), ((*SLO, "--try", "colour=red"), ("--try", "colour")),
+        ((*SLO, "--try", "memory_fraction=7"), ("--memory-fraction",)), ((*SLO, "--try", "device=l4"), ("--try",)),
+        ((*SLO, "--workers", "0"), ("--workers",)), ((*SLO, "--max-replicas", "0"), ("--replicas",)),
+        ((*SLO, "--concurrency", "4"), ("--concurrency",)), ((*SLO, "--resume", "missing.json"), ("--resume",)),
+        ((*SLO, "--stop-at-eos"), ("--stop-at-eos",)),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(cli: Callable, more: tuple[str, ...], words: tuple[str, ...]) -> None:
+    cli(*PLAN, *more).is_error(*words)
+
+
+def test_a_model_is_needed_and_a_resumed_question_is_not_asked_twice(cli: Callable, tmp_path: Path) -> None:
+    cli("plan", *SLO).is_error("--model")
+    cli("plan", "--resume", tmp_path / "x.json").is_error("--resume", "cannot be read")
+    cli("plan", "--resume", tmp_path / "x.json", "--model", "llama-3.1-8b").is_error("--model", "whole question")

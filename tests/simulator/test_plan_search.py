@@ -1,0 +1,160 @@
+"""The search against brute force, on made-up fleets whose outcomes are known in closed form: nothing is simulated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.goal import Goal
+from twinfer.core.workload import Workload
+from twinfer.simulator.plan_answer import Fleet, front_of, next_limit
+from twinfer.simulator.plan_search import Found, Search, search_device, smallest
+from twinfer.simulator.plan_space import Design, Question, designs_of
+from twinfer.simulator.plan_trial import ASSESS, FLEET, SCREEN, Outcome, Trial
+
+GOALS = (Goal("ttft", "p95", 1.0),)
+
+
+def question(tps: tuple[int, ...] = (1, 2, 4), tokens: tuple[int, ...] = (512, 1024), most: int = 40) -> Question:
+    return Question(
+        base={"model": "llama-3.1-8b"}, axes={"device": ("h100-sxm",), "tp": tps, "max_num_batched_tokens": tokens},
+        workload=Workload(rate=1.0), goals=GOALS, max_replicas=most,
+    )  # fmt: skip
+
+
+def ask(search: Search, answer: Callable[[Trial], Outcome]) -> tuple[object, list[Trial]]:
+    """Drive one search to its end; what it found, and all it asked for."""
+    asked: list[Trial] = []
+    try:
+        trials = next(search)
+        while True:
+            asked += trials
+            trials = search.send([answer(t) for t in trials])
+    except StopIteration as end:
+        return end.value, asked
+
+
+class Made:
+    """A world in which n replicas of design d carry n * capacity[d]; TTFT is load / what they carry."""
+
+    def __init__(self, capacity: list[float], fewest: list[int], screen_bias: float = 1.0) -> None:
+        self.capacity, self.fewest, self.bias = capacity, fewest, screen_bias
+
+    def __call__(self, trial: Trial) -> Outcome:
+        carried = self.capacity[trial.design]
+        if trial.level == ASSESS:
+            if not carried:
+                return Outcome(problem="does not fit")
+            return Outcome(fewest=self.fewest[trial.design], likely=self.fewest[trial.design] + 2)
+        load = 10.0 * trial.load * trial.steps * (self.bias if trial.level == SCREEN else 1.0)
+        return Outcome(values={"ttft.p95": load / (trial.replicas * carried)}, sigma=0.1)
+
+    def cheapest(self, designs: list[Design], most: int) -> tuple[int, float] | None:
+        """(devices, TTFT) of the best fleet, by trying all of them."""
+        every = [
+            (n * d.num_devices, 10 / (n * self.capacity[d.index]))
+            for d in designs if self.capacity[d.index]
+            for n in range(1, most + 1) if 10 / (n * self.capacity[d.index]) <= 1
+        ]  # fmt: skip
+        return min(every, default=None)
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.integers(-5, 45), st.integers(1, 40))
+def test_smallest_finds_the_edge_wherever_it_starts(low: int, more: int, start: int, edge: int) -> None:
+    high = low + more
+
+    def test(n: int) -> Search[bool]:
+        assert low <= n <= high
+        (outcome,) = yield [Trial(design=0, replicas=n, level=FLEET)]
+        return not outcome.failed
+
+    found, asked = ask(smallest(low, high, start, test), lambda t: Outcome(failed=int(t.replicas < edge)))
+    assert found == (None if edge > high else max(low, edge))
+    assert len(asked) == len({t.replicas for t in asked}) <= 2 * (more + 1).bit_length() + 2
+    assert next(iter(smallest(5, 4, 4, test)), None) is None  # nothing to look at
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("bias", [1.0, 1.15, 0.9])
+def test_search_equals_brute_force(seed: int, bias: float) -> None:
+    """With the screen as good as the whole fleet the answer is exact; a biased one must still be kept and close."""
+    rng = random.Random(seed)
+    asked_of = question()
+    designs = designs_of(asked_of)
+    capacity = [rng.choice([0.0, rng.uniform(0.3, 4.0)]) for _ in designs]
+    exact = [max(1, -(-10 // c)) if c else 1 for c in capacity]
+    made = Made(capacity, [max(1, int(n * rng.uniform(0.4, 1.0))) for n in exact], bias)
+    found, asked = ask(search_device("h100-sxm", designs, asked_of, lambda level, n: level), made)
+    assert isinstance(found, Found)
+    best = made.cheapest(designs, asked_of.max_replicas)
+    if best is None:
+        assert found.design is None and all(found.verdicts.values())
+        return
+    assert found.design is not None and found.outcome is not None
+    trial = Trial(design=found.design.index, replicas=found.replicas, level=FLEET)
+    assert trial in asked and made(trial).keeps(GOALS), "nothing that was not confirmed"
+    if bias == 1.0:
+        assert (found.num_devices, found.outcome.values["ttft.p95"]) == pytest.approx(best)
+    assert found.num_devices <= best[0] * 1.5
+    assert found.verdicts[found.design.key] == "" and sum(not v for v in found.verdicts.values()) == 1
+    assert len(asked) == len(set(asked)) or len(asked) < 150
+
+
+def test_goodput_is_the_load_at_which_the_promise_breaks() -> None:
+    asked_of = question(tps=(1,), tokens=(512,))
+    designs = designs_of(asked_of)
+    made = Made([3.0], [1])
+    found, _ = ask(search_device("h100-sxm", designs, asked_of, lambda level, n: level), made)
+    assert isinstance(found, Found)
+    assert found.replicas == 4  # 10 / 3
+    assert found.load == pytest.approx(1.2, rel=0.02) and found.load <= 1.2  # 4 * 3 / 10
+    assert found.breaks is not None and found.breaks.broken(GOALS) == list(GOALS)
+    assert found.slow is not None and found.fast is not None
+    assert found.slow.values["ttft.p95"] > found.outcome.values["ttft.p95"] > found.fast.values["ttft.p95"]
+
+
+def test_designs_are_the_product_of_the_axes_with_unique_keys() -> None:
+    designs = designs_of(question())
+    assert len(designs) == len({d.key for d in designs}) == 6
+    assert [d.num_devices for d in designs] == [1, 1, 2, 2, 4, 4]
+    assert designs[3].key == "h100-sxm tp=2 tokens=1024"
+
+
+def fleet(cost: float | None, goodput: float, ttft: float | None) -> Fleet:
+    return Fleet(
+        device="d", label="", design="", config={}, replicas=1, num_devices=1, price_per_hour=cost, price_source="",
+        cost_per_hour=cost, cost_per_million=None, goodput=goodput, headroom=0.0, values={"ttft.p95": ttft}, band={},
+        band_keeps=True, attained=1.0, busy=0.5, requests_per_second=1.0, tokens_per_second=1.0, watts=None,
+        joules_per_token=None, next_limit="",
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=8))
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int, int]]) -> None:
+    fleets = [fleet(float(c), float(g), float(t)) for c, g, t in points] + [fleet(None, 99.0, 0.1)]
+    beaten = {
+        i for i, (c, g, t) in enumerate(points)
+        if any((a <= c and b >= g and s <= t) and (a, b, s) != (c, g, t) for a, b, s in points)
+    }  # fmt: skip
+    assert front_of(fleets, GOALS) == set(range(len(points))) - beaten
+
+
+def test_the_next_limit_is_what_requests_wait_for() -> None:
+    design = Design(index=0, key="k", device="d", changes={}, config=EngineConfig(model="llama-3.1-8b"))
+    late = {"ttft.p95": 2.0, "tpot.p95": 0.01}
+    goals = (Goal("ttft", "p95", 1.0), Goal("tpot", "p95", 0.05))
+
+    def limit(**outcome: object) -> str:
+        return next_limit(Outcome(**{"values": late, "parts": {"compute": 0.9, "memory": 0.1}, **outcome}), goals, design)
+
+    assert limit(kv_full=0.8, rows_full=0.8).startswith("TTFT p95: KV capacity")
+    assert "--max-num-seqs" in limit(rows_full=0.8)
+    assert "queueing on compute" in limit()
+    assert limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"memory": 0.9}).startswith("TPOT p95: memory bandwidth")
+    assert "interconnect" in limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"network": 0.9, "memory": 0.1})
+    assert "up to 4 times" in next_limit(None, goals, design)
