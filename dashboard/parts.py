@@ -238,7 +238,7 @@ def job_panel(resources: Resources) -> Job | None:
 def status_line(job: Job) -> str:
     """What a running job does, in words."""
     task = job.tasks[min(job.task, len(job.tasks) - 1)]
-    world = "Measuring" if task["world"] == "engine" else "Predicting"
+    world = {"engine": "Measuring", "plan": "Searching"}.get(task["world"], "Predicting")
     words = f"{world}: {task['label']}" if job.state == "running" else f"{_WORDS[job.state]}: {task['label']}"
     phase = str(job.info.get("phase", ""))
     if job.state == "running" and phase in _PHASES:
@@ -249,7 +249,9 @@ def status_line(job: Job) -> str:
     if len(job.tasks) > 1:
         parts.append(f"run {job.task + 1} of {len(job.tasks)}")
     if job.total:
-        parts.append(f"{job.done} of {job.total} requests")
+        parts.append(f"{job.done} of {job.total} {'stages' if task['world'] == 'plan' else 'requests'}")
+        if job.info.get("found"):
+            parts.append(str(job.info["found"]))
     parts.append(f"{duration(job.seconds)} so far" if job.seconds >= 1 else "just started")
     if job.eta is not None:
         parts.append(f"about {duration(max(1, job.eta))} left")

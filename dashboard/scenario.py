@@ -32,6 +32,7 @@ class Scenario(BaseModel):
 
     num_kv_blocks, max_model_len: 0 means derived.  rate: requests/s, 0 means all at once.
     base_*: the baseline that deltas refer to; 0 takes the scenario's own limit.
+    plan_*: what the Capacity page asks for: promises, traffic of the whole fleet, device types ("" is all, commas between).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -115,6 +116,55 @@ class Scenario(BaseModel):
     base_kv_cache: Choice = Choice(name="contiguous")
     base_max_num_seqs: int = Field(0, ge=0, le=4096)
     base_max_num_batched_tokens: int = Field(0, ge=0, le=1_000_000)
+    plan_ttft: float = Field(
+        1.0,
+        ge=0,
+        le=3600,
+        description="Promised time to the first token; 0 promises nothing.",
+        json_schema_extra={"label": "TTFT", "unit": "s"},
+    )
+    plan_tpot: float = Field(
+        50.0,
+        ge=0,
+        le=3_600_000,
+        description="Promised time per further token; 0 promises nothing.",
+        json_schema_extra={"label": "TPOT", "unit": "ms"},
+    )
+    plan_percentile: int = Field(
+        95,
+        ge=1,
+        le=100,
+        description="Share of requests that keep the promise.",
+        json_schema_extra={"label": "Percentile"},
+    )
+    plan_rate: float = Field(
+        4.0,
+        ge=0.001,
+        le=1e6,
+        description="Poisson arrivals at the whole fleet.",
+        json_schema_extra={"label": "Traffic", "unit": "req/s"},
+    )
+    plan_requests: int = Field(
+        1000,
+        ge=20,
+        le=100_000,
+        description="Requests that a fleet is tried with; one in twenty decides a 95th percentile.",
+        json_schema_extra={"label": "Requests tried"},
+    )
+    plan_trace: str = Field(
+        "",
+        max_length=300,
+        description="A trace file on this machine instead of Poisson arrivals; its lengths are used too.",
+        json_schema_extra={"label": "Trace file"},
+    )
+    plan_scale: float = Field(
+        1.0,
+        ge=0.001,
+        le=1000,
+        description="How many times as fast the requests of the trace arrive.",
+        json_schema_extra={"label": "Trace, times its rate"},
+    )
+    plan_devices: str = Field("", max_length=2000)
 
     @field_validator("rate")
     @classmethod
@@ -156,7 +206,7 @@ class Scenario(BaseModel):
 
     def key(self) -> str:
         """A short name of everything that decides a run's result (the baseline does not)."""
-        asked = {k: v for k, v in self.model_dump(mode="json").items() if not k.startswith("base_")}
+        asked = {k: v for k, v in self.model_dump(mode="json").items() if not k.startswith(("base_", "plan_"))}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def line(self) -> str:

@@ -79,6 +79,9 @@ class Worker:
             if self.stopped:
                 raise Cancelled
             try:
+                if task["world"] == "plan":
+                    self.plan(task, index, registry)
+                    continue
                 with self.turn(task["world"], index):
                     self.emit("state", state="loading", task=index)
                     config, workload = EngineConfig(**task["config"]), make_workload(**task["workload"])
@@ -106,6 +109,20 @@ class Worker:
             self.emit("end", state="failed", text="no run of this job could be finished")
         else:
             self.emit("end", state="done")
+
+    def plan(self, task: dict[str, Any], index: int, registry: Any) -> None:
+        """A capacity search; its file is in the job's folder, also when it was stopped."""
+        from twinfer.simulator.plan import plan
+        from twinfer.simulator.plan_space import Question
+
+        self.emit("state", state="loading", task=index)
+        found = plan(
+            Question.from_plain(task["config"]), registry, workers=None, out=self.folder / "plan.json",
+            on_progress=self.progress, should_stop=self.should_stop,
+        )  # fmt: skip
+        self.emit("record", task=index, id="plan.json", complete=found.complete)
+        if not found.complete:
+            raise Cancelled
 
     def turn(self, world: str, index: int) -> Turn:
         return Turn(self, world, index)

@@ -111,7 +111,7 @@ def check_question(question: Question, registry: Registry) -> None:
             "--concurrency", workload.concurrency, "a closed loop sends less to a slow fleet, so every fleet keeps up",
             "give --rate or a trace with times",
         )  # fmt: skip
-    for option, value in (("--replicas", question.max_replicas), ("--screen", question.screen),
+    for option, value in (("--max-replicas", question.max_replicas), ("--screen", question.screen),
                           ("--confirm", question.confirm)):  # fmt: skip
         if value < 1:
             raise ConfigError(option, value, "out of range", "give at least 1")

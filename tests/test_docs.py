@@ -25,6 +25,7 @@ DOCUMENTS = (
     "docs/parallelism.md",
     "docs/quantization.md",
     "docs/attention-variants.md",
+    "docs/capacity-planning.md",
 )
 
 

@@ -26,8 +26,10 @@ class Page(Technique):
 
 @hookimpl
 def register_dashboard_page(register: Register) -> None:
+    from twinfer.dashboard.pages.capacity import CapacityPage
     from twinfer.dashboard.pages.compare import ComparePage
     from twinfer.dashboard.pages.techniques import TechniquesPage
 
     register(TechniquesPage)
     register(ComparePage)
+    register(CapacityPage)

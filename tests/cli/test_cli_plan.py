@@ -52,7 +52,7 @@ def test_a_trace_at_several_times_its_rate(cli: Callable, tmp_path: Path) -> Non
         ((*SLO, "--price", "h100-sxm"), ("--price", "DEVICE=USD")), ((*SLO, "--price", "l4=1"), ("--price", "searched")),
         ((*SLO, "--try", "memory_fraction"), ("--try", "FIELD=VALUE")), ((*SLO, "--try", "colour=red"), ("--try", "colour")),
         ((*SLO, "--try", "memory_fraction=7"), ("--memory-fraction",)), ((*SLO, "--try", "device=l4"), ("--try",)),
-        ((*SLO, "--workers", "0"), ("--workers",)), ((*SLO, "--max-replicas", "0"), ("--replicas",)),
+        ((*SLO, "--workers", "0"), ("--workers",)), ((*SLO, "--max-replicas", "0"), ("--max-replicas",)),
         ((*SLO, "--concurrency", "4"), ("--concurrency",)), ((*SLO, "--resume", "missing.json"), ("--resume",)),
         ((*SLO, "--stop-at-eos"), ("--stop-at-eos",)),
     ],

@@ -266,7 +266,7 @@ def test_a_ray_cluster_is_asked_as_processes_are(whole: Plan, monkeypatch: pytes
         ({"workload": TRAFFIC.model_copy(update={"output_len": 1}), "slo": ("tpot.p95<=1",)}, "--slo"),
         ({"axes": {"colour": (1,)}}, "--try"), ({"axes": {"tp": (0,)}}, "--tp"), ({"axes": {"tp": (1, 1)}}, "--tp"),
         ({"axes": {"device": ()}}, "--device"), ({"axes": {"device": ("h1000",)}}, "--device"),
-        ({"prices": {"l4": 1.0}}, "--price"), ({"prices": {"l40s": -1.0}}, "--price"), ({"max_replicas": 0}, "--replicas"),
+        ({"prices": {"l4": 1.0}}, "--price"), ({"prices": {"l40s": -1.0}}, "--price"), ({"max_replicas": 0}, "--max-replicas"),
         ({"screen": 0}, "--screen"), ({"confirm": 0}, "--confirm"),
     ],
 )  # fmt: skip
