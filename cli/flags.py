@@ -147,7 +147,9 @@ def _scenario_options(
     ] = None,
     rate_scale: Annotated[
         float | None,
-        typer.Option(rich_help_panel=_WORKLOAD, help="How many times as fast requests arrive, e.g. a trace at 4 times its rate."),
+        typer.Option(
+            rich_help_panel=_WORKLOAD, help="How many times as fast requests arrive, e.g. a trace at 4 times its rate."
+        ),
     ] = None,
     concurrency: Annotated[
         int | None,

@@ -38,35 +38,52 @@ def plan(
     scenario: Scenario,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="A name of `twinfer models`, a config.json, a directory, a GGUF file or a hub id."),
+        typer.Option(
+            "--model", "-m", help="A name of `twinfer models`, a config.json, a directory, a GGUF file or a hub id."
+        ),
     ] = None,
     slo: Annotated[
         list[str] | None,
-        typer.Option(metavar="METRIC.STAT<=SECONDS", help="A promise, such as 'ttft.p95<=1' or 'tpot.p95<=50ms'; repeatable."),
+        typer.Option(
+            metavar="METRIC.STAT<=SECONDS", help="A promise, such as 'ttft.p95<=1' or 'tpot.p95<=50ms'; repeatable."
+        ),
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(rich_help_panel=_SPACE, help="A device type to try; repeatable. Without it: all but CPUs."),
     ] = None,
     tp: Annotated[
-        str | None, typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Tensor-parallel ranks of a replica (default 1,2,4,8).")
+        str | None,
+        typer.Option(
+            rich_help_panel=_SPACE, metavar="N,...", help="Tensor-parallel ranks of a replica (default 1,2,4,8)."
+        ),
     ] = None,
     max_num_seqs: Annotated[
         str | None, typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Sequences in one step (default 256).")
     ] = None,
     max_num_batched_tokens: Annotated[
-        str | None, typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Tokens in one step (default 512,1024,2048).")
+        str | None,
+        typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Tokens in one step (default 512,1024,2048)."),
     ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(rich_help_panel=_SPACE, metavar="NAME,...", help="Formats of the KV cache, e.g. auto,fp8 (default auto).")
+        str | None,
+        typer.Option(
+            rich_help_panel=_SPACE, metavar="NAME,...", help="Formats of the KV cache, e.g. auto,fp8 (default auto)."
+        ),
     ] = None,
     quant: Annotated[
         list[str] | None,
-        typer.Option(rich_help_panel=_SPACE, metavar="NAME[:OPT=VAL,...]", help="Quantizer to try; repeatable, 'none' is one too."),
+        typer.Option(
+            rich_help_panel=_SPACE,
+            metavar="NAME[:OPT=VAL,...]",
+            help="Quantizer to try; repeatable, 'none' is one too.",
+        ),
     ] = None,
     attention: Annotated[
         list[str] | None,
-        typer.Option(rich_help_panel=_SPACE, metavar="NAME[:OPT=VAL,...]", help="Attention variant to try; repeatable."),
+        typer.Option(
+            rich_help_panel=_SPACE, metavar="NAME[:OPT=VAL,...]", help="Attention variant to try; repeatable."
+        ),
     ] = None,
     scheduler: Annotated[
         list[str] | None,
@@ -79,10 +96,12 @@ def plan(
     tries: Annotated[
         list[str] | None,
         typer.Option(
-            "--try", rich_help_panel=_SPACE, metavar="FIELD=VALUE",
+            "--try",
+            rich_help_panel=_SPACE,
+            metavar="FIELD=VALUE",
             help="A value of any other field of the configuration, e.g. memory_fraction=0.95; repeatable.",
         ),
-    ] = None,  # fmt: skip
+    ] = None,
     max_replicas: Annotated[int, typer.Option(rich_help_panel=_SPACE, help="Replicas of the largest fleet.")] = 64,
     price: Annotated[
         list[str] | None,
@@ -94,21 +113,30 @@ def plan(
     ] = 20_000,
     op_time: Annotated[
         list[str] | None,
-        typer.Option("--op-time-model", "--op-time", rich_help_panel=_SEARCH, metavar="NAME",
-                     help="Op-time model; repeat for a chain."),
-    ] = None,  # fmt: skip
+        typer.Option(
+            "--op-time-model",
+            "--op-time",
+            rich_help_panel=_SEARCH,
+            metavar="NAME",
+            help="Op-time model; repeat for a chain.",
+        ),
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(rich_help_panel=_SEARCH, help="Processes; as many as there are cores.", show_default=False)
+        int | None,
+        typer.Option(rich_help_panel=_SEARCH, help="Processes; as many as there are cores.", show_default=False),
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(rich_help_panel=_SEARCH, metavar="ADDRESS", help="A Ray cluster instead of local processes.")
+        str | None,
+        typer.Option(rich_help_panel=_SEARCH, metavar="ADDRESS", help="A Ray cluster instead of local processes."),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(rich_help_panel=_SEARCH, metavar="FILE", help="Go on with a search that was stopped.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(rich_help_panel=_RECORD, metavar="FILE", help="Where every point is kept; in your data folder otherwise."),
+        typer.Option(
+            rich_help_panel=_RECORD, metavar="FILE", help="Where every point is kept; in your data folder otherwise."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", rich_help_panel=_RECORD, help="Print one JSON document.")] = False,
 ) -> None:
@@ -143,7 +171,9 @@ def plan(
             session, device=device, tp=tp, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             kv_dtype=kv_dtype, quantizer=quant, attention=attention, scheduler=scheduler, kv_cache=kv_cache, tries=tries,
         )  # fmt: skip
-        question = _question(model, scenario, slo or (), axes, price or (), op_time or (), max_replicas, screen, confirm)
+        question = _question(
+            model, scenario, slo or (), axes, price or (), op_time or (), max_replicas, screen, confirm
+        )
         path = out or default_path(question)
     with show.interruptible() as should_stop, show.progress("searching") as on_progress:
         found = search(
@@ -185,13 +215,14 @@ def _refuse_beside_resume(ctx: typer.Context) -> None:
 # --- from options to a question ---------------------------------------------------------------------
 
 
-def _axes(session: Session, *, device: list[str] | None, tries: list[str] | None, **given: Any) -> dict[str, tuple[Any, ...]]:
+def _axes(
+    session: Session, *, device: list[str] | None, tries: list[str] | None, **given: Any
+) -> dict[str, tuple[Any, ...]]:
     """Field of `EngineConfig` -> values to try."""
     from twinfer.cli.flags import parse_technique
     from twinfer.core.config import EngineConfig
     from twinfer.core.device import device_files, load_device
     from twinfer.core.dtypes import canonical_dtype
-    from twinfer.core.errors import ConfigError
     from twinfer.simulator.plan_space import DEFAULT_SEQS, DEFAULT_TOKENS, DEFAULT_TP, default_devices
 
     axes: dict[str, tuple[Any, ...]] = {"device": default_devices(session.registry)}
@@ -226,7 +257,9 @@ def _tries(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         if not eq:
             raise ConfigError("--try", text, "names no value", "write FIELD=VALUE, e.g. memory_fraction=0.95")
         if name in ("model", "seed", "num_devices", "device", "op_time"):
-            raise ConfigError("--try", text, f"{name} is not tried this way", "use the option of that name, if there is one")
+            raise ConfigError(
+                "--try", text, f"{name} is not tried this way", "use the option of that name, if there is one"
+            )
         try:
             value = json.loads(raw)
         except ValueError:
@@ -243,7 +276,9 @@ def _list(option: str, text: str, kind: type) -> tuple[Any, ...]:
         try:
             values.append(kind(part.strip()))
         except ValueError:
-            raise ConfigError(option, text, f"{part.strip()!r} is not a number", "write numbers between commas") from None
+            raise ConfigError(
+                option, text, f"{part.strip()!r} is not a number", "write numbers between commas"
+            ) from None
         if part.strip() == "":
             raise ConfigError(option, text, "a value is missing", "write values between commas")
     return tuple(values)

@@ -111,7 +111,10 @@ class Workload(BaseModel):
         _require("--rate-scale", self.rate_scale, 1e-6 <= self.rate_scale <= 1e6, "use a value from 1e-6 to 1e6")
         if self.rate_scale != 1 and (self.concurrency is not None or self.rate == math.inf):
             raise ConfigError(
-                "--rate-scale", self.rate_scale, "nothing has a time that could be scaled", "give --rate, or a trace with times"
+                "--rate-scale",
+                self.rate_scale,
+                "nothing has a time that could be scaled",
+                "give --rate, or a trace with times",
             )
         if self.concurrency is not None:
             _within("--concurrency", self.concurrency, MAX_REQUESTS)

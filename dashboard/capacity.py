@@ -45,7 +45,9 @@ def question_of(scenario: Scenario, registry: Registry) -> Question:
     """What the page asks for `scenario`. Raises ConfigError that names the option."""
     names = tuple(n for n in scenario.plan_devices.split(",") if n) or default_devices(registry)
     promises = [(scenario.plan_ttft, "ttft", "s"), (scenario.plan_tpot, "tpot", "ms")]
-    goals = parse_goals(f"{metric}.p{scenario.plan_percentile}<={limit!r}{unit}" for limit, metric, unit in promises if limit)
+    goals = parse_goals(
+        f"{metric}.p{scenario.plan_percentile}<={limit!r}{unit}" for limit, metric, unit in promises if limit
+    )
     if scenario.plan_trace:
         traffic = {"trace": scenario.plan_trace, "rate_scale": scenario.plan_scale}
     else:
@@ -217,7 +219,9 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
         tickmode="array", tickvals=list(range(len(fleets))), range=[len(fleets) - 0.45, -0.55],
         ticktext=[escape(short(f"{f['replicas']} x {f['device']}", 22)) for f in fleets],
     )  # fmt: skip
-    highest = max((float(v) + float(u) for t in figure.data for v, u in zip(t.x, t.error_x.array, strict=True)), default=100.0)
+    highest = max(
+        (float(v) + float(u) for t in figure.data for v, u in zip(t.x, t.error_x.array, strict=True)), default=100.0
+    )
     figure.update_xaxes(title="Share of the promise (%)", range=[0, max(110.0, 1.04 * highest)])
     tight = max(table, key=lambda r: r["predicted (s)"], default=None)
     alt = (
@@ -248,7 +252,11 @@ def change_chart(changed: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) 
         figure.add_annotation(x=0, xanchor="left", text=escape(short(row["case"], 40)), **common)
         figure.add_annotation(x=1, xanchor="right", text=f"{difference:+d}" if difference else "same", **common)
     low, high = min(0, *differences), max(0, *differences)
-    figure.update_xaxes(title=f"Replicas more or less than {best['replicas']}", range=[low - 0.1, high + 0.1], dtick=max(1, (high - low) // 6))
+    figure.update_xaxes(
+        title=f"Replicas more or less than {best['replicas']}",
+        range=[low - 0.1, high + 0.1],
+        dtick=max(1, (high - low) // 6),
+    )
     figure.update_yaxes(visible=False, range=[len(known) - 0.4, -0.85])
     worst = max(known, key=lambda row: row["replicas"])
     alt = (

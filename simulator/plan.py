@@ -25,7 +25,7 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.run_files import plain
 from twinfer.simulator.plan_answer import Answer, fleet_of, front_of, ranked, sentence_of
 from twinfer.simulator.plan_pool import Pool, open_pool
-from twinfer.simulator.plan_search import Found, Search, Z80, needed, search_device, why_not
+from twinfer.simulator.plan_search import Z80, Found, Search, needed, search_device, why_not
 from twinfer.simulator.plan_space import Question, sorted_by_device
 from twinfer.simulator.plan_trial import (
     ASSESS,
@@ -82,7 +82,9 @@ class Plan:
             part.write_text(json.dumps(self.plain(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             part.replace(path)
         except OSError as error:
-            raise ConfigError("--out", str(path), f"cannot be written ({error.strerror})", "give another file") from None
+            raise ConfigError(
+                "--out", str(path), f"cannot be written ({error.strerror})", "give another file"
+            ) from None
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -158,7 +160,8 @@ def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     question = evaluator.question
     groups = sorted_by_device(evaluator.designs)
     searches = {name: search_device(name, ds, question, evaluator.level) for name, ds in groups.items()}
-    found: dict[str, Found] = drive.run(searches)
+    ended: dict[str, Found] = drive.run(searches)
+    found = {name: ended[name] for name in groups if name in ended}  # in the order of the question
     for item in found.values():
         result.verdicts |= item.verdicts
     rate = evaluator.demand.rate
@@ -217,7 +220,9 @@ def _what_if(evaluator: Evaluator, drive: _Drive, best: Found) -> list[dict[str,
     if n > 1:
         lost = drive.run({"lost": _one(Trial(design=design.index, replicas=n - 1, level=FLEET))})
         if "lost" in lost:
-            rows.append(row("one replica fails (N+1 to buy)", n + 1, f"without N+1: {_after_loss(lost['lost'], question)}"))
+            rows.append(
+                row("one replica fails (N+1 to buy)", n + 1, f"without N+1: {_after_loss(lost['lost'], question)}")
+            )
     else:
         rows.append(row("one replica fails (N+1 to buy)", 2, "without N+1: nothing is left to serve"))
     return rows
@@ -306,7 +311,9 @@ class _Drive:
         if trial is not None:
             self._phase[name] = max(self._phase.get(name, 0), _PHASE.get(trial.level, 3) - 1)
         done = sum(self._phase.values()) + self._ended
-        self._on_progress(min(done, self._total), self._total, {"points": len(self._result.points), "found": self._best})
+        self._on_progress(
+            min(done, self._total), self._total, {"points": len(self._result.points), "found": self._best}
+        )
 
     def _write(self) -> None:
         if self._out is not None and time.monotonic() - self._wrote >= WRITE_EVERY_S:

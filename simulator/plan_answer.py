@@ -166,14 +166,18 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
         ended = "" if complete else " so far (the search was stopped)"
         return f"No fleet of up to {question.max_replicas} replicas keeps the promises on any device searched{ended}."
     best = fleets[0]
-    kept = " and ".join(f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals)
+    kept = " and ".join(
+        f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals
+    )
     money = (
         f"US$ {best.cost_per_hour:.2f} an hour, US$ {best.cost_per_million:.2f} per million output tokens in time"
         if best.cost_per_hour is not None and best.cost_per_million is not None
         else "no price is known"
     )
     above = f"{best.headroom:+.0%} traffic" if best.headroom >= 0.005 else "the very next bit of traffic"
-    limit = f"the next limit, at {above}, is {best.next_limit}" if "none" not in best.next_limit[:4] else best.next_limit
+    limit = (
+        f"the next limit, at {above}, is {best.next_limit}" if "none" not in best.next_limit[:4] else best.next_limit
+    )
     if best.next_limit.startswith("none"):
         limit = f"no limit is met up to {1 + best.headroom:g} times the traffic"
     start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"

@@ -131,7 +131,9 @@ def bound_of(world: World, demand: Demand, goals: Sequence[Goal], peak_rate: flo
     for goal in goals:
         value = _at_least(world, demand, goal)
         if value > goal.limit:
-            return Bound(problem=f"{goal.name} is {_time(value)} at least, on an empty server (promised: {_time(goal.limit)})")
+            return Bound(
+                problem=f"{goal.name} is {_time(value)} at least, on an empty server (promised: {_time(goal.limit)})"
+            )
     kv_tokens = limits.num_blocks * setup.block_size // len(setup.groups)
     peaks = world.device.model_copy(update={"efficiency": {}, "calibration": {}})
     ideal = capacity(ops_of, OpTimeChain((Roofline(),), peaks), limits, kv_tokens, demand)
@@ -166,4 +168,14 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-__all__ = ["SAFETY", "Bound", "Demand", "bound_of", "capacity", "demand_of", "empty_server", "steady_shape", "step_seconds"]
+__all__ = [
+    "SAFETY",
+    "Bound",
+    "Demand",
+    "bound_of",
+    "capacity",
+    "demand_of",
+    "empty_server",
+    "steady_shape",
+    "step_seconds",
+]

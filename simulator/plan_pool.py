@@ -134,13 +134,18 @@ class RayPool:
             import ray
         except ImportError:
             raise ConfigError(
-                "--ray", address, "ray is not installed", "install twinfer[ray], or leave --ray out: this machine's processes are used"
+                "--ray",
+                address,
+                "ray is not installed",
+                "install twinfer[ray], or leave --ray out: this machine's processes are used",
             ) from None
         try:
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
         except Exception as error:  # whatever its client raises
             reason = " ".join(str(error).split())
-            raise ConfigError("--ray", address, f"no cluster answers ({reason})", "check the address, or leave --ray out") from None
+            raise ConfigError(
+                "--ray", address, f"no cluster answers ({reason})", "check the address, or leave --ray out"
+            ) from None
         self._ray = ray
         given, recipe = question.plain(), registry.recipe
 

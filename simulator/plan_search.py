@@ -170,10 +170,14 @@ def _confirm(found: Found, screened: Sequence[_Screened], question: Question, le
         confirmed = _Screened(design, n, seen.outcomes[n], candidate.fewest)
         if best is None or confirmed.rank(goals) < best.rank(goals):
             if best is not None:
-                found.verdicts[best.design.key] = f"{_count(best)} keep the promises; {design.key} is cheaper or has more room"
+                found.verdicts[best.design.key] = (
+                    f"{_count(best)} keep the promises; {design.key} is cheaper or has more room"
+                )
             best = confirmed
         else:
-            found.verdicts[design.key] = f"{_count(confirmed)} keep the promises; {best.design.key} is cheaper or has more room"
+            found.verdicts[design.key] = (
+                f"{_count(confirmed)} keep the promises; {best.design.key} is cheaper or has more room"
+            )
     if best is not None:
         found.design, found.replicas, found.outcome = best.design, best.replicas, best.outcome
 
@@ -254,7 +258,9 @@ def why_not(outcome: Outcome, goals: Sequence[Goal], replicas: int) -> str:
     for goal in outcome.broken(goals):
         value = outcome.values.get(goal.name)
         early = outcome.hopeless.startswith(goal.name + "<")
-        words.append(f"{goal.name} is {'far above' if value is None or early else f'{value:.3g} s, above'} {goal.limit:g} s")
+        words.append(
+            f"{goal.name} is {'far above' if value is None or early else f'{value:.3g} s, above'} {goal.limit:g} s"
+        )
     return f"with {replicas} replicas " + " and ".join(words) if words else ""
 
 

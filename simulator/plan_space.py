@@ -170,7 +170,14 @@ def designs_of(question: Question) -> list[Design]:
             for name, value in changes.items() if name != "device" and (len(axes[name]) > 1 or name == "tp")
         )])  # fmt: skip
         found.append(
-            Design(index=len(found), key=key, device=str(changes["device"]), changes=changes, config=config, problem=problem)
+            Design(
+                index=len(found),
+                key=key,
+                device=str(changes["device"]),
+                changes=changes,
+                config=config,
+                problem=problem,
+            )
         )
     return found
 

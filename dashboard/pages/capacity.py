@@ -72,7 +72,9 @@ def _search_bar(resources: Resources, question: Question | None, busy: bool) -> 
         )  # fmt: skip
         scenario = session.scenario()
         if scenario.plan_trace:
-            st.caption(f"Arrivals and lengths of {parts.plain(scenario.plan_trace)}, {scenario.plan_scale:g} times its rate.")
+            st.caption(
+                f"Arrivals and lengths of {parts.plain(scenario.plan_trace)}, {scenario.plan_scale:g} times its rate."
+            )
         else:
             st.caption(f"{scenario.plan_rate:g} requests/s, {scenario.input_len}/{scenario.output_len} tokens.")
 
@@ -95,13 +97,21 @@ def _results(resources: Resources, question: Question | None, job: Job | None) -
     found = None if shown is None else capacity.read_answer(resources.jobs.folder / shown.id / "plan.json")
     if shown is None or found is None:
         if job is None or job.over:
-            st.info("No search was made for this yet. Press Search: it takes some seconds for a small model, a minute or two for a large one.")
+            st.info(
+                "No search was made for this yet. Press Search: it takes some seconds for a small model, a minute or two for a large one."
+            )
         return
     if shown.tasks[0]["key"] != key:
         with st.container(horizontal=True, vertical_alignment="center"):
             st.badge("inputs changed since the search", icon=":material/history:", color="orange")
             old, _ = Scenario.from_params(shown.scenario)
-            st.button("Back to what was searched", key="restore", on_click=session.replace, args=(old,), icon=":material/undo:")
+            st.button(
+                "Back to what was searched",
+                key="restore",
+                on_click=session.replace,
+                args=(old,),
+                icon=":material/undo:",
+            )
     _answer(found)
 
 

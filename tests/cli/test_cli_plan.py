@@ -37,7 +37,9 @@ def test_a_plan_in_words(cli: Callable, tmp_path: Path) -> None:
 def test_a_trace_at_several_times_its_rate(cli: Callable, tmp_path: Path) -> None:
     rows = [f"2023-11-16 18:00:{i:02d}.0000000,300,6" for i in range(30)]
     (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
-    plain = [a for a in PLAN if a not in ("--rate", "20", "--requests", "40", "--input-len", "400", "--output-len", "8")]
+    plain = [
+        a for a in PLAN if a not in ("--rate", "20", "--requests", "40", "--input-len", "400", "--output-len", "8")
+    ]
     found = cli(*plain, *SLO, "--trace", tmp_path / "t.csv", "--rate-scale", "4", "--json").json
     assert found["question"]["workload"]["rate_scale"] == 4
     assert "at 4.14 requests/s" in found["answer"]["sentence"]  # 30 requests over 29 s / 4

@@ -56,7 +56,11 @@ def test_the_question_is_the_scenarios(scenario: Scenario) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "option"),
-    [({"plan_ttft": 0.0}, "--slo"), ({"plan_devices": "h1000"}, "--device"), ({"plan_trace": "missing.csv"}, "--trace")],
+    [
+        ({"plan_ttft": 0.0}, "--slo"),
+        ({"plan_devices": "h1000"}, "--device"),
+        ({"plan_trace": "missing.csv"}, "--trace"),
+    ],
 )
 def test_what_cannot_be_asked_is_said(scenario: Scenario, changes: dict[str, Any], option: str) -> None:
     if option == "--trace":  # the file is opened when the search begins
@@ -75,7 +79,9 @@ def test_front_chart_shows_cost_and_goodput_of_priced_fleets(found: dict[str, An
     assert chart is not None
     points = {(x, y) for t in chart.figure.data if t.mode == "markers" for x, y in zip(t.x, t.y, strict=True)}
     assert points == {(f["cost_per_hour"], f["goodput"]) for f in fleets}
-    assert "US$ per hour" in chart.figure.layout.xaxis.title.text and "requests/s" in chart.figure.layout.yaxis.title.text
+    assert (
+        "US$ per hour" in chart.figure.layout.xaxis.title.text and "requests/s" in chart.figure.layout.yaxis.title.text
+    )
     assert fleets[0]["label"] in chart.alt and len(chart.table) == 2
     fleets[1]["cost_per_hour"] = None
     assert len(capacity.front_chart(fleets, 20.0).table) == 1
@@ -187,7 +193,9 @@ def test_a_deep_link_shows_the_stored_answer(page, tmp_path: Path, scenario: Sce
     assert not at.exception and "No search was made for this yet" in texts(at)
 
 
-def test_a_stopped_search_says_so_and_old_answers_are_marked(page, tmp_path: Path, scenario: Scenario, found: dict) -> None:
+def test_a_stopped_search_says_so_and_old_answers_are_marked(
+    page, tmp_path: Path, scenario: Scenario, found: dict
+) -> None:
     partial = {**found, "complete": False, "answer": {**found["answer"], "changed": []}}
     ident = store(tmp_path, scenario, partial, "cancelled")
     at = page(job=ident, **ASKED)

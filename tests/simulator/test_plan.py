@@ -98,7 +98,9 @@ def test_bounds_never_refuse_what_a_simulation_accepts() -> None:
 
 
 def test_screen_takes_the_busiest_part() -> None:
-    evaluator = Evaluator(question(TRAFFIC.model_copy(update={"num_requests": 300, "rate": 5.0, "ramp_to": 50.0})), REGISTRY)
+    evaluator = Evaluator(
+        question(TRAFFIC.model_copy(update={"num_requests": 300, "rate": 5.0, "ramp_to": 50.0})), REGISTRY
+    )
     assert evaluator.level(SCREEN, 2) == SCREEN and evaluator.level(REPLICA, 2) == REPLICA
     part = busiest(evaluator.requests, 100)
     assert len(part) == 100 and part[0].arrival > evaluator.requests[150].arrival
@@ -137,19 +139,26 @@ def test_every_fleet_was_confirmed_and_keeps_its_promises(whole: Plan) -> None:
         assert found.keeps(whole.question.goals) and fleet.values == found.values
         assert fleet.values["ttft.p90"] <= 0.4 and fleet.goodput >= 0.99 * 24 * 0.9
         low, high = fleet.band["ttft.p90"]
-        assert low is not None and low <= fleet.values["ttft.p90"] and (high is None or high >= fleet.values["ttft.p90"])
+        assert (
+            low is not None and low <= fleet.values["ttft.p90"] and (high is None or high >= fleet.values["ttft.p90"])
+        )
         assert fleet.cost_per_hour == pytest.approx(fleet.num_devices * fleet.price_per_hour)
         assert fleet.watts and 0.3 * 300 < fleet.watts / fleet.num_devices < 700
-        assert fleet.cost_per_million == pytest.approx(
-            fleet.cost_per_hour / 3600 / found.good_tokens * 1e6
-        )
+        assert fleet.cost_per_million == pytest.approx(fleet.cost_per_hour / 3600 / found.good_tokens * 1e6)
     assert {k for k, v in whole.verdicts.items() if not v} == {f.design for f in whole.answer.fleets}
 
 
 def test_the_sentence_names_fleet_price_promises_and_next_limit(whole: Plan) -> None:
     assert whole.answer is not None
     best, sentence = whole.answer.fleets[0], whole.answer.sentence
-    for word in (best.label, f"US$ {best.cost_per_hour:.2f} an hour", "ttft.p90", "next limit", best.next_limit, "busy"):
+    for word in (
+        best.label,
+        f"US$ {best.cost_per_hour:.2f} an hour",
+        "ttft.p90",
+        "next limit",
+        best.next_limit,
+        "busy",
+    ):
         assert word in sentence, word
     assert sentence.count(". ") == 0 and "\n" not in sentence
     cases = {row["case"]: row["replicas"] for row in whole.answer.changed}
@@ -160,7 +169,9 @@ def test_the_sentence_names_fleet_price_promises_and_next_limit(whole: Plan) -> 
 
 
 def test_what_does_not_fit_is_refused_by_memory_and_never_simulated() -> None:
-    asked = question(base={"model": "llama-3.1-70b"}, axes={"device": ("l4", "h200-sxm"), "tp": (1, 2)}, max_replicas=2)
+    asked = question(
+        base={"model": "llama-3.1-70b"}, axes={"device": ("l4", "h200-sxm"), "tp": (1, 2)}, max_replicas=2, prices={}
+    )
     found = plan(asked, REGISTRY)
     l4 = {k: v for k, v in found.verdicts.items() if k.startswith("l4")}
     assert len(l4) == 4 and all("GiB" in why for why in l4.values())
@@ -195,7 +206,7 @@ def test_a_plan_is_read_back_and_equal_questions_give_equal_files(whole: Plan, t
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-@pytest.mark.parametrize("after", [2, 9, 20])
+@pytest.mark.parametrize("after", [3, 20])
 def test_a_stopped_search_leaves_a_valid_file_and_resumes_to_the_same_answer(
     whole: Plan, after: int, tmp_path: Path
 ) -> None:

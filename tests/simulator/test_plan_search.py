@@ -150,11 +150,15 @@ def test_the_next_limit_is_what_requests_wait_for() -> None:
     goals = (Goal("ttft", "p95", 1.0), Goal("tpot", "p95", 0.05))
 
     def limit(**outcome: object) -> str:
-        return next_limit(Outcome(**{"values": late, "parts": {"compute": 0.9, "memory": 0.1}, **outcome}), goals, design)
+        return next_limit(
+            Outcome(**{"values": late, "parts": {"compute": 0.9, "memory": 0.1}, **outcome}), goals, design
+        )
 
     assert limit(kv_full=0.8, rows_full=0.8).startswith("TTFT p95: KV capacity")
     assert "--max-num-seqs" in limit(rows_full=0.8)
     assert "queueing on compute" in limit()
-    assert limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"memory": 0.9}).startswith("TPOT p95: memory bandwidth")
+    assert limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"memory": 0.9}).startswith(
+        "TPOT p95: memory bandwidth"
+    )
     assert "interconnect" in limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"network": 0.9, "memory": 0.1})
     assert "up to 4 times" in next_limit(None, goals, design)
