@@ -58,9 +58,19 @@ def _scenario_options(
         str | None, typer.Option(rich_help_panel=_MODEL, help="Of the KV cache; 'auto' is the one of the activations.")
     ] = None,
     num_devices: Annotated[
-        int | None, typer.Option(rich_help_panel=_MODEL, help="Devices in all; as many as --tp.")
+        int | None, typer.Option(rich_help_panel=_MODEL, help="Devices in all; those of one replica.")
     ] = None,
     tp: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Tensor-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Pipeline stages.")] = None,
+    cp: Annotated[
+        int | None, typer.Option(rich_help_panel=_MODEL, help="Ranks that share the tokens of a prompt.")
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option(rich_help_panel=_MODEL, help="Groups of ranks that attend to different requests.")
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option(rich_help_panel=_MODEL, help="Ranks that the experts are spread over.")
+    ] = None,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -225,9 +235,10 @@ class Scenario:
         """The engine's configuration; raises ConfigError in the words of the command line."""
         from twinfer.core.config import Choice, parse_choice
         from twinfer.core.dtypes import canonical_dtype
+        from twinfer.core.layout import SIZES
 
         g = self.given
-        fields = {k: g[k] for k in ("model", "device", "dtype", "kv_dtype", "num_devices", "tp", "max_model_len",
+        fields = {k: g[k] for k in ("model", "device", "dtype", "kv_dtype", "num_devices", *SIZES, "max_model_len",
                                     "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "memory_fraction",
                                     "preemption", "seed") if g[k] is not None}  # fmt: skip
         fields |= {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.layout import Layout
 from twinfer.core.technique import Checked
 
 
@@ -62,8 +63,9 @@ class EngineConfig(Checked):
     num_kv_blocks / kv_memory_bytes: size of the KV pool; None derives it from device memory.
     preemption: what becomes of the KV of a sequence that must give way: it is computed again, or swapped to host
     memory of `host_kv_bytes` per device (when that is full, it is computed again).
-    memory_fraction: share of device memory the engine may use.  tp: tensor-parallel ranks.
-    num_devices: devices in all; None: as many as `tp`.
+    memory_fraction: share of device memory that weights, activations and KV may use.
+    tp, pp, cp, dp, ep: sizes of the parallel groups of one replica (`layout`; `core/layout.py` says what they are).
+    num_devices: devices in all, a multiple of those of one replica; None: as many as one replica has.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -86,11 +88,27 @@ class EngineConfig(Checked):
     host_kv_bytes: int | None = Field(default=None, ge=1)
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
     num_devices: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)
 
+    @property
+    def layout(self) -> Layout:
+        """How one replica is laid over devices."""
+        return Layout(self.tp, self.pp, self.cp, self.dp, self.ep)
+
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
+        layout = self.layout  # refuses groups that do not go together
+        if self.num_devices is not None and self.num_devices % layout.devices:
+            more = -(-self.num_devices // layout.devices) * layout.devices
+            raise ConfigError(
+                "--num-devices", self.num_devices, f"one replica {layout.flags} takes {layout.devices} device(s)",
+                f"give a multiple of {layout.devices}, such as {more}",
+            )  # fmt: skip
         if self.num_kv_blocks is not None and self.kv_memory_bytes is not None:
             raise ConfigError(
                 "--kv-memory-bytes", self.kv_memory_bytes, f"--num-kv-blocks {self.num_kv_blocks} sizes the pool too",

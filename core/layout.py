@@ -9,6 +9,8 @@
 
 Invariants
 * devices = tp * pp * cp * dp; `ep` divides tp * dp.
+* Stages are consecutive, as equal as they can be; the first and the last, which also hold the embedding and the head,
+  never have more layers than the others where that can be helped.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinfer.core.errors import ConfigError
+
+SIZES = ("tp", "pp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Layout:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "dp", "ep"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name}", getattr(self, name), "is no size of a group", "give 1 or more")
         if self.tp * self.dp % self.ep:
@@ -47,10 +51,30 @@ class Layout:
         """Ranks that share one expert's matrices."""
         return self.tp * self.dp // self.ep
 
+    def stages(self, num_layers: int) -> tuple[range, ...]:
+        """Layers of each pipeline stage. ConfigError when there are more stages than layers."""
+        if self.pp > num_layers:
+            raise ConfigError(
+                "--pp", self.pp, f"there are {num_layers} layers, a stage needs one", f"give at most {num_layers}"
+            )
+        each, more = divmod(num_layers, self.pp)
+        longer = range(self.pp - 1 - more, self.pp - 1)
+        found, first = [], 0
+        for stage in range(self.pp):
+            last = first + each + (stage in longer)
+            found.append(range(first, last))
+            first = last
+        return tuple(found)
+
+    @property
+    def flags(self) -> str:
+        """As options of the command line: `--tp 4 --pp 2`."""
+        return " ".join(f"--{n} {getattr(self, n)}" for n in SIZES if getattr(self, n) > 1) or "--tp 1"
+
     def __str__(self) -> str:
-        return " ".join(f"{n}{getattr(self, n)}" for n in ("tp", "pp", "cp", "dp", "ep") if getattr(self, n) > 1) or "1"
+        return " ".join(f"{n}{getattr(self, n)}" for n in SIZES if getattr(self, n) > 1) or "1"
 
 
 ALONE = Layout()
 
-__all__ = ["ALONE", "Layout"]
+__all__ = ["ALONE", "SIZES", "Layout"]

@@ -93,7 +93,7 @@ def provision(
         update={
             "num_kv_blocks": setup.limits.num_blocks,
             "kv_dtype": setup.model.kv_dtype,
-            "num_devices": config.tp,
+            "num_devices": config.layout.devices,
         }
     )
     return replace(setup, config=decided, reasons=reasons)

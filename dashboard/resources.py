@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from twinfer.core.errors import TwinferError
+from twinfer.core.layout import SIZES
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.run_store import RunStore
@@ -155,6 +156,9 @@ class Resources:
                 return f"the weights of {scenario.model} are not on this machine"
         except TwinferError as error:
             return str(error)
+        for name in SIZES[1:]:
+            if getattr(scenario, name) > 1:
+                return f"the engine shares a model over ranks by tensor parallelism alone, not by {name} {getattr(scenario, name)}"
         if scenario.device != "auto":
             return f"the device is {scenario.device}; choose this machine to measure"
         return ""

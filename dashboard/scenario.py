@@ -14,23 +14,30 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import TwinferError
+from twinfer.core.layout import SIZES
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, make_workload
 
 VERSION = "1"
 KINDS = ("scheduler", "kv_cache", "attention", "quantizer")  # technique kinds a scenario chooses from
+PLACEMENT = (*SIZES, "dtype", "kv_dtype", "memory_fraction")  # devices of one replica and formats
+
+
+def _group(label: str, unit: str, description: str) -> Any:
+    return Field(1, ge=1, le=1024, description=description, json_schema_extra={"label": label, "unit": unit})
 
 
 class Scenario(BaseModel):
     """Model, device, techniques, limits and workload, flat so that each field is one query parameter.
 
-    num_kv_blocks, max_model_len: 0 means derived.  rate: requests/s, 0 means all at once.
+    tp, pp, cp, dp, ep: the layout of one replica (`core/layout.py`).  num_kv_blocks, max_model_len: 0 means derived.
+    rate: requests/s, 0 means all at once.
     base_*: the baseline that deltas refer to; 0 takes the scenario's own limit.
     plan_*: what the Capacity page asks for: promises, traffic of the whole fleet, device types ("" is all, commas between).
     """
@@ -43,6 +50,28 @@ class Scenario(BaseModel):
     kv_cache: Choice = Choice(name="paged")
     attention: Choice | None = None
     quantizer: Choice | None = None
+    tp: int = _group("Tensor parallel", "ranks", "Ranks that split heads and columns of every layer.")
+    pp: int = _group("Pipeline", "stages", "Stages of consecutive layers.")
+    cp: int = _group("Context parallel", "ranks", "Ranks that share the tokens of a prompt.")
+    dp: int = _group("Attention data parallel", "groups", "Groups of ranks with requests of their own that share experts.")
+    ep: int = _group("Expert parallel", "ranks", "Ranks that whole experts are spread over; divides tensor x data parallel.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Of weights and activations; auto is that of the checkpoint, float32 on a CPU.",
+        json_schema_extra={"label": "Data type"},
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"] = Field(
+        "auto",
+        description="Of the KV cache; auto is that of the activations.",
+        json_schema_extra={"label": "KV data type"},
+    )
+    memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of device memory that weights, activations and KV may use.",
+        json_schema_extra={"label": "Memory fraction"},
+    )
     max_num_seqs: int = Field(
         8,
         ge=1,
@@ -184,6 +213,7 @@ class Scenario(BaseModel):
             kv_cache=self.kv_cache,
             attention=self.attention,
             quantizer=self.quantizer,
+            **{name: getattr(self, name) for name in PLACEMENT},
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_kv_blocks=self.num_kv_blocks or None,
@@ -207,6 +237,9 @@ class Scenario(BaseModel):
     def key(self) -> str:
         """A short name of everything that decides a run's result (the baseline does not)."""
         asked = {k: v for k, v in self.model_dump(mode="json").items() if not k.startswith(("base_", "plan_"))}
+        for name in PLACEMENT:  # left out at their defaults, so that results stored before there were any are found
+            if asked[name] == type(self).model_fields[name].default:
+                del asked[name]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def line(self) -> str:
@@ -214,7 +247,18 @@ class Scenario(BaseModel):
         lengths = f"{self.input_len}/{self.output_len} tokens" + (f" ±{self.spread:.0%}" if self.spread else "")
         rate = f"{self.rate:g} req/s" if self.rate else "all at once"
         device = "this machine" if self.device == "auto" else self.device
+        if self.num_devices > 1:
+            device += f" ×{self.num_devices} ({self.groups()})"
         return f"{self.model} · {device} · {self.num_requests} requests, {lengths}, {rate} · up to {self.max_num_seqs} rows"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def groups(self) -> str:
+        """The layout in short: "tp4 pp2"; also of groups that do not go together."""
+        return " ".join(f"{n}{getattr(self, n)}" for n in SIZES if getattr(self, n) > 1) or "1"
 
     def techniques(self) -> str:
         chosen = (self.scheduler, self.kv_cache, self.attention, self.quantizer)

@@ -31,6 +31,7 @@ from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
+from twinfer.core.layout import SIZES
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
 from twinfer.core.recorder import Recorder
@@ -123,10 +124,16 @@ def prepare(
             "ignore_eos", False, "a prediction has no text that could end a request",
             "simulate full lengths (without --stop-at-eos) and give the --output-len you expect",
         )  # fmt: skip
-    if config.num_devices not in (None, config.tp):
+    layout = config.layout
+    for name in SIZES[1:]:
+        if getattr(layout, name) > 1:
+            raise ConfigError(
+                f"--{name}", getattr(layout, name), "the work of a step is not split that way yet", "use --tp"
+            )
+    if config.num_devices not in (None, layout.devices):
         raise ConfigError(
-            "--num-devices", config.num_devices, f"one replica of --tp {config.tp} uses {config.tp} device(s)",
-            f"give --num-devices {config.tp}, or --tp {config.num_devices}",
+            "--num-devices", config.num_devices, f"one replica {layout.flags} uses {layout.devices} device(s)",
+            f"give --num-devices {layout.devices}, or groups of ranks that use {config.num_devices}",
         )  # fmt: skip
     spec = resolve_spec(config.model)
     device = device or load_device(config.device, registry)
@@ -150,7 +157,7 @@ def prepare(
     model, techniques = setup.model, setup.techniques
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
-        ops: Sequence[Op] = step_ops(model, shape, config.tp)
+        ops: Sequence[Op] = step_ops(model, shape, layout.tp)
         for technique in techniques:
             ops = technique.adapt_ops(ops, model, shape)
         return ops

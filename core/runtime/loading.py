@@ -128,6 +128,7 @@ def load_engine(
     Raises ConfigError for options that cannot work here, ModelError for a model that cannot be loaded and EngineError
     when a rank of `tp` dies.
     """
+    _refuse_unserved(config)
     registry = registry if registry is not None else default_registry()
     spec = resolve_spec(config.model)
     device = load_device(config.device, registry)
@@ -283,6 +284,12 @@ def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:
 
 
 def _refuse_unserved(config: EngineConfig) -> None:
+    for name in ("pp", "cp", "dp", "ep"):
+        if getattr(config, name) > 1:
+            raise ConfigError(
+                f"--{name}", getattr(config, name), "the engine shares a model over ranks by --tp alone",
+                "use --tp, or simulate it",
+            )  # fmt: skip
     if config.num_devices not in (None, config.tp):
         raise ConfigError(
             "--num-devices", config.num_devices, f"one engine of --tp {config.tp} uses {config.tp} device(s)",

@@ -59,6 +59,8 @@ def test_a_choice_written_as_text_is_read_back(name: str, options: dict[str, Any
         ("memory_fraction", 0.0),
         ("memory_fraction", 1.5),
         ("tp", 0),
+        ("pp", 0),
+        ("ep", -1),
         ("num_devices", 0),
         ("seed", -1),
         ("scheduler", 3),
@@ -79,7 +81,7 @@ def test_a_configuration_is_frozen_and_survives_json() -> None:
         config.seed = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("field", ["tp", "max_num_seqs", "num_kv_blocks", "memory_fraction", "seed"])
+@pytest.mark.parametrize("field", ["tp", "dp", "max_num_seqs", "num_kv_blocks", "memory_fraction", "seed"])
 def test_a_truth_value_is_no_number(field: str) -> None:
     with pytest.raises(ValidationError, match="truth value"):
         EngineConfig(model="m", **{field: True})  # type: ignore[arg-type]

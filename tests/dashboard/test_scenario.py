@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
+from twinfer.core.layout import Layout
 from twinfer.core.registry import Registry
 from twinfer.core.technique import Options
 from twinfer.dashboard.forms import fields_of, with_option
@@ -42,6 +43,14 @@ def test_the_default_scenario_is_the_empty_url():
         rate=st.sampled_from([0.0, 0.25, 1e6]) | st.floats(0, 1000),
         spread=st.floats(0, 1),
         num_kv_blocks=st.integers(0, 1000),
+        tp=st.sampled_from([1, 2, 8]),
+        pp=st.integers(1, 1024),
+        cp=st.sampled_from([1, 4]),
+        dp=st.sampled_from([1, 2]),
+        ep=st.sampled_from([1, 16]),
+        dtype=st.sampled_from(["auto", "bfloat16"]),
+        kv_dtype=st.sampled_from(["auto", "fp8", "int4"]),
+        memory_fraction=st.sampled_from([0.5, 0.9, 0.95, 1.0]),
         base_max_num_seqs=st.integers(0, 4096),
     )
 )
@@ -63,6 +72,9 @@ def test_url_round_trip(scenario: Scenario):
         ({"rate": "inf"}, "rate"),
         ({"scheduler": "continuous:chunk_size"}, "scheduler"),
         ({"model": ""}, "model"),
+        ({"pp": "0"}, "pp"),
+        ({"kv_dtype": "fp9"}, "kv_dtype"),
+        ({"memory_fraction": "1.5"}, "memory_fraction"),
         ({"input_len": "1e99"}, "input_len"),
     ],
 )
@@ -97,6 +109,12 @@ def test_config_and_workload():
     assert config.scheduler == Choice(name="continuous", options={"chunk_size": 64})
     assert workload.rate == math.inf and workload.lengths == "uniform" and workload.spread == 0.5
     assert Scenario(spread=0).workload().lengths == "fixed"
+    laid = Scenario(tp=4, dp=2, ep=8, pp=3, kv_dtype="fp8", memory_fraction=0.8)
+    assert laid.config().layout == Layout(4, 3, 1, 2, 8) and laid.num_devices == 24
+    assert (laid.config().kv_dtype, laid.config().memory_fraction) == ("fp8", 0.8)
+    assert "×24 (tp4 pp3 dp2 ep8)" in laid.line()
+    with pytest.raises(ConfigError, match="--ep"):
+        Scenario(ep=2).config()
     with pytest.raises(ConfigError, match="shared-prefix"):
         Scenario(input_len=10, shared_prefix=10).workload()
 
@@ -104,7 +122,7 @@ def test_config_and_workload():
 def test_the_key_ignores_the_baseline_and_nothing_else():
     key = Scenario().key()
     assert Scenario(base_scheduler="continuous", base_max_num_seqs=3).key() == key
-    for change in ({"seed": 1}, {"max_num_seqs": 9}, {"scheduler": "static"}, {"kv_cache": "paged:block_size=8"}):
+    for change in ({"seed": 1}, {"pp": 2}, {"kv_dtype": "fp8"}, {"memory_fraction": 0.8}, {"max_num_seqs": 9}, {"scheduler": "static"}, {"kv_cache": "paged:block_size=8"}):
         assert Scenario(**change).key() != key
 
 

@@ -188,6 +188,8 @@ def test_observers_see_steps_and_requests(tiny_llama_dir: Path) -> None:
     [
         ({"tp": 3}, {}, "attention heads"),
         ({"num_devices": 2}, {}, "num-devices"),
+        ({"pp": 2}, {}, "--pp=2: the engine shares"),
+        ({"dp": 2, "ep": 2}, {}, "--dp=2: the engine shares"),
         ({"scheduler": "nope"}, {}, "no such scheduler"),
         ({"num_kv_blocks": 1}, {}, "num-kv-blocks"),
         ({}, {"trace": "/nowhere.csv"}, "nowhere"),

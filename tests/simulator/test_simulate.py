@@ -171,6 +171,7 @@ def test_progress_is_reported_and_a_stop_leaves_a_valid_record() -> None:
     [
         ({"num_devices": 4}, {}, "--num-devices"),
         ({"tp": 4, "num_devices": 2}, {}, "--num-devices"),
+        ({"tp": 4, "ep": 3}, {}, "--ep"),
         ({"device": "h1000"}, {}, "--device"),
         ({"scheduler": "continous"}, {}, "--scheduler"),
         ({"op_time": ("oracle",)}, {}, "--op_time-model"),
