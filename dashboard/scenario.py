@@ -53,8 +53,12 @@ class Scenario(BaseModel):
     tp: int = _group("Tensor parallel", "ranks", "Ranks that split heads and columns of every layer.")
     pp: int = _group("Pipeline", "stages", "Stages of consecutive layers.")
     cp: int = _group("Context parallel", "ranks", "Ranks that share the tokens of a prompt.")
-    dp: int = _group("Attention data parallel", "groups", "Groups of ranks with requests of their own that share experts.")
-    ep: int = _group("Expert parallel", "ranks", "Ranks that whole experts are spread over; divides tensor x data parallel.")
+    dp: int = _group(
+        "Attention data parallel", "groups", "Groups of ranks with requests of their own that share experts."
+    )
+    ep: int = _group(
+        "Expert parallel", "ranks", "Ranks that whole experts are spread over; divides tensor x data parallel."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Of weights and activations; auto is that of the checkpoint, float32 on a CPU.",

@@ -122,7 +122,15 @@ def test_config_and_workload():
 def test_the_key_ignores_the_baseline_and_nothing_else():
     key = Scenario().key()
     assert Scenario(base_scheduler="continuous", base_max_num_seqs=3).key() == key
-    for change in ({"seed": 1}, {"pp": 2}, {"kv_dtype": "fp8"}, {"memory_fraction": 0.8}, {"max_num_seqs": 9}, {"scheduler": "static"}, {"kv_cache": "paged:block_size=8"}):
+    for change in (
+        {"seed": 1},
+        {"pp": 2},
+        {"kv_dtype": "fp8"},
+        {"memory_fraction": 0.8},
+        {"max_num_seqs": 9},
+        {"scheduler": "static"},
+        {"kv_cache": "paged:block_size=8"},
+    ):
         assert Scenario(**change).key() != key
 
 
