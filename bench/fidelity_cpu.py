@@ -1,6 +1,9 @@
-"""Real against predicted on this machine, for four workloads that calibration has not seen.
+"""Real against predicted on this machine: four workloads and 200 mixed requests that calibration has not seen.
 
-    python bench/fidelity_cpu.py [--model smollm2-135m] [--dtype float32] [--repeats 3] [--calibrate] [--json FILE]
+    python bench/fidelity_cpu.py [--model M] [--dtype D] [--quant gguf ...] [--repeats 3] [--calibrate] [--json FILE]
+
+Formats and workloads are interleaved within each repeat. `--quant` takes several formats ("none" is plain --dtype);
+`--calibrate` measures each of them first (about a minute each). Ctrl-C ends after the run and reports whole rounds.
 
 Run it on a quiet machine: two-thread torch on shared cores is easily 10 times slower than alone.
 """
@@ -11,42 +14,88 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-from twinfer.core.config import EngineConfig
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.records import RunRecord
+from twinfer.core.registry import default_registry
+from twinfer.core.runtime.loading import Engine, load_engine
 from twinfer.core.runtime.measure import measure
-from twinfer.core.runtime.run import run_engine
-from twinfer.core.workload import Workload
+from twinfer.core.runtime.run import serve, warm_up
+from twinfer.core.workload import Workload, generate
 from twinfer.simulator.calibrate import calibrate
-from twinfer.simulator.fidelity import fidelity, table
+from twinfer.simulator.fidelity import CASES, Line, fidelity, mixed, table
+
+
+class Engines:
+    """Real runs on engines that are loaded once a format."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, str, str], Engine] = {}
+
+    def __call__(self, config: EngineConfig, workload: Workload) -> RunRecord:
+        """As `run_engine`, on weights that are there already."""
+        key = (config.model, config.dtype, str(config.quantizer))
+        registry = default_registry()
+        longest = max(len(r.prompt) + r.params.max_tokens for r in generate(workload, 2**15, 2**20, registry=registry))
+        engine = self._loaded.get(key)
+        if engine is None:
+            engine = self._loaded[key] = load_engine(config, registry, longest_request=lambda spec, tokenizer: longest)
+        engine = engine.reconfigured(config, longest_request=lambda spec, tokenizer: longest)
+        requests = generate(workload, engine.setup.model.vocab_size, engine.setup.limits.max_model_len, registry=registry)
+        try:
+            warm_up(engine, requests)
+            return serve(engine, requests, workload, lambda done, total, info: None)
+        finally:
+            engine.close()
+
+
+def measured_lines(model: str, dtype: str, quantizers: list[str], repeats: int, num_mixed: int = 200) -> list[Line]:
+    """The lines of the fidelity table, for other benches."""
+    stop = [False]
+    previous = signal.signal(signal.SIGINT, lambda number, frame: stop.__setitem__(0, True))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            cases = [*CASES] + ([mixed(Path(folder) / "mixed.jsonl", num_mixed)] if num_mixed else [])
+            return fidelity(
+                Engines(), model, dtype, repeats, cases, report=note, quantizers=quantizers, should_stop=lambda: stop[0]
+            )
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quant", nargs="+", default=["none"], help="formats, each a quantizer or none")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mixed", type=int, default=200, help="how many mixed requests; 0 leaves them out")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine first")
     parser.add_argument("--json", metavar="FILE", help="store the lines as JSON, too")
     given = parser.parse_args()
-
-    def note(message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
-
+    quantizers = ["" if q == "none" else q for q in given.quant]
+    begin = time.monotonic()
     note(f"load before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} CPUs")
     if given.calibrate:
-        result = calibrate(measure, given.model, given.dtype)
-        note(
-            f"calibrated in {result.seconds:.0f} s: own steps within {result.error[0]:.1%} (middle), "
-            f"{result.error[1]:.1%} (largest); drift {result.drift:.1%}"
-        )
-
-    def run_real(config: EngineConfig, workload: Workload) -> RunRecord:
-        return run_engine(config, workload)
-
-    lines = fidelity(run_real, given.model, given.dtype, given.repeats, report=note)
-    note(f"load after: {os.getloadavg()[0]:.2f}")
+        for quantizer in quantizers:
+            chosen = Choice.model_validate(quantizer) if quantizer else None
+            result = calibrate(measure, given.model, given.dtype, quantizer=chosen)
+            runs = ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in result.runs.items())
+            note(
+                f"calibrated {quantizer or given.dtype} in {result.seconds:.0f} s: own steps within {result.error[0]:.1%} "
+                f"(middle), {result.error[1]:.1%} (largest); drift {result.drift:.1%}; runs over steps: {runs}"
+            )
+    lines = measured_lines(given.model, given.dtype, quantizers, given.repeats, given.mixed)
+    note(f"load after: {os.getloadavg()[0]:.2f}; {time.monotonic() - begin:.0f} s")
     print(table(lines))
     if given.json:
         rows = [{**dataclasses.asdict(line), "error": line.error, "inside": line.inside} for line in lines]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twinfer.cli import facts, show
+from twinfer.cli import calibrate, show
 from twinfer.cli.runs import comparison_payload, refuse_unserved, start
 from twinfer.cli.session import Session
 
@@ -66,7 +66,7 @@ def demo(
     session: Session = ctx.obj
     store = RunStore(runs_dir)
     workload = demo_workload(store.root, prompts)
-    facts.calibrate_if_needed(session, MODEL)
+    calibrate.calibrate_if_needed(session, MODEL)
     joined: dict[str, Comparison] = {}
     payloads: dict[str, Any] = {}
     for name, (scheduler, kv_cache) in SETUPS.items():

@@ -1,4 +1,4 @@
-"""`twinfer models`, `devices`, `memory` and `calibrate`: what is known of models and machines, without a run."""
+"""`twinfer models`, `devices` and `memory`: what is known of models and machines, without a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
     from twinfer.core.device import DeviceSpec
     from twinfer.core.spec import ModelSpec
-    from twinfer.simulator.calibrate import Calibrated
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def add_commands(app: typer.Typer) -> None:
     app.command("memory")(memory)
-    app.command("calibrate")(calibrate)
     app.command("models")(models)
     app.command("devices")(devices)
 
@@ -160,103 +158,6 @@ def _with_unit(key: str, value: Any) -> str:
     if key == "price_per_hour":
         return f"US$ {value:.2f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-# --- calibrate --------------------------------------------------------------------------------------
-
-MAX_BUDGET = 3600.0
-"""Seconds that a calibration may be given."""
-
-
-def calibrate(
-    ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Whose layers are timed; its weights must be here.")
-    ] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
-    budget: Annotated[float, typer.Option(help="Seconds to take, about.")] = 55.0,
-    as_json: Json = False,
-) -> None:
-    """Measure this machine, so that predictions for it are of it; about a minute. Best with nothing else running.
-
-    It becomes the device `local`, which `auto` then means.
-
-    Examples:
-
-    twinfer calibrate
-
-    twinfer calibrate --model ./my-llama --dtype bfloat16 --json
-    """
-    done = run_calibration(ctx.obj, model, dtype, budget)
-    answer = {
-        "path": str(done.path), "device": describe_device(done.device), "step_error_median": done.error[0],
-        "step_error_max": done.error[1], "drift": done.drift, "seconds": done.seconds,
-    }  # fmt: skip
-    if as_json:
-        show.print_json(answer)
-        return
-    print(f"measured in {done.seconds:.0f} s and stored as device `local`: {done.path}")
-    print(
-        f"measured steps are reproduced within {show.percent(done.error[0])} (median) and {show.percent(done.error[1])} "
-        f"(worst); the machine's speed drifted by {show.percent(done.drift)} meanwhile"
-    )
-
-
-def run_calibration(session: Session, model: str, dtype: str = "float32", budget: float = 55.0) -> Calibrated:
-    """Measure and store this machine. Ctrl-C leaves what was stored before (exit code 130). Raises TwinferError."""
-    from twinfer.core.dtypes import canonical_dtype, dtype_bits
-    from twinfer.core.errors import ConfigError, TwinferError
-    from twinfer.core.runtime.measure import measure
-    from twinfer.simulator.calibrate import calibrate as fit_and_store
-
-    dtype = canonical_dtype(dtype, "--dtype")
-    if dtype_bits(dtype) < 16:
-        raise ConfigError("--dtype", dtype, "activations need at least 16 bits", "use float32, bfloat16 or float16")
-    if not 0 < budget <= MAX_BUDGET:
-        raise ConfigError("--budget", budget, "out of range", f"give seconds above 0, at most {MAX_BUDGET:.0f}")
-    with show.interruptible() as should_stop, show.progress("calibrating") as report:
-        try:
-            return fit_and_store(
-                measure, model, dtype, budget, registry=session.registry, should_stop=should_stop,
-                on_progress=lambda fraction, message: report(round(100 * fraction), 100, {"now": message}),
-            )  # fmt: skip
-        except TwinferError as error:
-            if not should_stop.asked:
-                raise
-            show.note(str(error))
-            raise typer.Exit(show.STOPPED) from None
-
-
-def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") -> None:
-    """Calibrate unless this machine has tables of `model` in `dtype` that still hold."""
-    from twinfer.core.device import calibrated_path, read_device
-    from twinfer.core.errors import ConfigError
-    from twinfer.simulator.machine import differences
-
-    why = "this machine is not calibrated yet"
-    if calibrated_path().is_file():
-        try:
-            known = read_device(calibrated_path()).calibration
-            changed = differences(known.get("fingerprint", {}))
-            has_dtype = any(table.get("dtype") == dtype for table in known.get("gemm", ()))
-            why = (
-                f"this machine has changed ({changed})"
-                if changed
-                else ""
-                if has_dtype
-                else f"{dtype} is not calibrated"
-            )
-        except ConfigError as error:
-            why = f"the calibration cannot be read ({error.problem})"
-    if why:
-        show.note(f"{why}: measuring it, about a minute")
-        for budget in (55.0, 110.0):
-            try:
-                run_calibration(session, model, dtype, budget)
-                return
-            except ConfigError as error:  # the machine was too busy
-                show.note(f"calibration within {budget:.0f} s failed: {error}")
-        show.note("predictions will use the generic CPU and be far off; `twinfer calibrate` mends that")
 
 
 # --- memory -----------------------------------------------------------------------------------------

@@ -4,15 +4,15 @@ Written by `core.runtime.measure` (torch), read by `simulator.calibrate` (no tor
 wall share only this.
 
 Invariants
-* Seconds are lower quartiles over repeats that were interleaved with all other timings of the run:
-  on a shared machine disturbances only ever add time, and one can make a step ten times slower.
-* `spread` is the relative standard deviation of that quartile, not of one repeat.
+* Seconds are medians over repeats that were interleaved with all other timings of the run: what a step usually
+  takes. What rarer disturbances add on average shows in `runs`, whose steps count as they came.
+* `spread` is the relative standard deviation of that median, not of one repeat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,14 @@ class Timing:
         """Of at least one sample, in s."""
         ordered = sorted(samples)
         n = len(ordered)
-        low = quantile(ordered, 0.25)
-        if low <= 0 or n < 3:
-            return cls(low, 0.1, n)  # too few repeats to tell: 10 % is assumed
-        # minimum to median is 2.3 standard deviations of the undisturbed half for the usual 5-10 repeats
-        return cls(low, min(0.5, (quantile(ordered, 0.5) - ordered[0]) / low / math.sqrt(n)), n)
+        middle = quantile(ordered, 0.5)
+        if middle <= 0 or n == 1:
+            return cls(middle, 0.1, n)  # one repeat says nothing about itself: 10 % is assumed
+        if n == 2:
+            return cls(middle, max(0.03, (ordered[1] - ordered[0]) / (ordered[1] + ordered[0])), n)
+        # quartiles of a normal are 1.349 standard deviations apart; a median is 1.2533 times as uncertain as a mean
+        deviation = (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / 1.349
+        return cls(middle, min(0.5, 1.2533 * deviation / middle / math.sqrt(n)), n)
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
@@ -66,23 +69,41 @@ class GemmTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopTiming:
-    """Seconds per step that the loop around an executor takes (core, recorder) with `rows` decode rows."""
+class ServedStep:
+    """A step of a served run. gap: s since the end of the step before, None for the first; ops: s by op name."""
 
-    rows: int
-    timing: Timing
+    shape: StepShape
+    seconds: float
+    gap: float | None
+    ops: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """A short run of the whole engine, loop and recorder included, as they came: nothing is left out."""
+
+    label: str
+    steps: tuple[ServedStep, ...]
 
 
 @dataclass(slots=True)
 class Measured:
-    """All timings of one model in one dtype on one machine."""
+    """All timings of one model in one format on one machine.
+
+    quantizer: as chosen, with its options, "" for none.  kv_dtype: "" for that of the activations.
+    drift: relative standard deviation of the machine's speed over the measurement, by a step that was repeated
+    throughout.  jitter: the same of one step against its neighbours in time.
+    """
 
     model: str
     dtype: str
+    quantizer: str = ""
+    kv_dtype: str = ""
     steps: list[StepTiming] = field(default_factory=list)
     gemms: list[GemmTiming] = field(default_factory=list)
-    loops: list[LoopTiming] = field(default_factory=list)
+    runs: list[ServedRun] = field(default_factory=list)
     copy_bandwidth: float = 0.0  # B/s, read plus written, of one large copy
-    drift: float = 0.0  # relative standard deviation of the machine's speed between rounds
+    drift: float = 0.0
+    jitter: float = 0.0
     fingerprint: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0  # that the measurement took

@@ -1,37 +1,214 @@
-"""From timings to the tables of a calibration: non-negative fits of what was measured, by plain numpy.
+"""From timings to the tables of one format: non-negative fits of what was measured, by plain numpy.
 
 Invariants
 * Fits minimise relative errors, so that small steps count as much as large ones.
 * No coefficient is negative: more work never takes less time.
-* Fitted only on timings of single ops and of the loop, never on a whole run.
+* Shapes come from single ops; short runs of the whole engine, kept apart from all of that, only set the level.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from twinfer.core.dtypes import dtype_bits
 from twinfer.core.measured import Measured, StepTiming
 from twinfer.core.spec import ModelSpec
-from twinfer.core.work import Op, step_ops
-from twinfer.plugins.op_time.calibrated import (
-    ATTENTION_TERMS,
-    HOST_TERMS,
-    Calibration,
-    Fit,
-    GemmTable,
-    attention_features,
-)
+from twinfer.core.work import Op, StepShape, step_ops
+from twinfer.plugins.op_time.calibrated import ATTENTION_TERMS, HOST_TERMS, attention_features, grouped_name, host_features
+from twinfer.plugins.op_time.calibration import Curve, Fit, Format, GemmTable, Tables, rounded, weight_bits
 
-_LAUNCH_TERMS = ("launch", "byte")
+OpsOf = Callable[[StepShape], Sequence[Op]]
+OpsOfStep = tuple[Mapping[str, Sequence[Op]], StepTiming]
+"""Ops of a timed step by name: a name may stand for several, as attention of layers with different windows."""
+
+_LEVEL_RANGE = (0.67, 1.5)
+"""Runs further than this from their steps are disturbed, not a level."""
+
+
+def fit(found: Measured, spec: ModelSpec, ops_of: OpsOf | None = None) -> Tables:
+    """The tables that `found` supports.
+
+    spec: the measured model as its techniques leave it.  ops_of: the ops of a step on it (techniques applied).
+    """
+    ops_of = ops_of or (lambda shape: step_ops(spec, shape))
+    steps: list[OpsOfStep] = []
+    for step in found.steps:
+        by_name: dict[str, list[Op]] = {}
+        for op in ops_of(step.shape):
+            by_name.setdefault(op.name, []).append(op)
+        steps.append((by_name, step))
+    timed = {name for _, step in steps for name in step.ops}
+    return Tables(
+        format=Format.of(spec),
+        quantizer=found.quantizer,
+        model=found.model,
+        gemm=(*_model_gemms(steps), *_grid_gemms(found, spec)),
+        attention=_attention(steps),
+        curves=_curves(steps),
+        inside=tuple(sorted({name for ops, _ in steps for name in ops} - timed)),
+        host=_host(found),
+        around=_around(found),
+        drift=found.drift,
+        jitter=found.jitter,
+    )
+
+
+def levelled(tables: Tables, found: Measured, seconds_of: Callable[[StepShape], float]) -> tuple[Tables, list[float]]:
+    """`tables` on the level of whole runs, and each run's time over its prediction before that.
+
+    seconds_of: what a step takes by `tables`, the loop around it included.
+    """
+    ratios = []
+    for run in found.runs:
+        real = predicted = 0.0
+        for step in run.steps:
+            real += step.seconds + (step.gap or 0.0)
+            predicted += seconds_of(step.shape)
+        ratios.append(real / predicted if predicted else 1.0)
+    logs = [math.log(r) for r in ratios if _LEVEL_RANGE[0] < r < _LEVEL_RANGE[1]]
+    if not logs:
+        return tables, ratios
+    middle = float(np.median(logs))
+    spread = float(np.std(logs, ddof=1)) if len(logs) > 1 else 0.05
+    return tables.model_copy(update={"level": math.exp(middle), "level_spread": spread}), ratios
+
+
+# --- ops ------------------------------------------------------------------------------------------
+
+
+def _launches(steps: Sequence[OpsOfStep], *kinds: str) -> list[tuple[Op, float, float]]:
+    """(op, seconds of one launch, spread) of timed ops of `kinds`; ops of one name share its time by their work."""
+    found = []
+    for by_name, step in steps:
+        for name, ops in by_name.items():
+            timing = step.ops.get(name)
+            if timing is None or timing.seconds <= 0:
+                continue
+            work = [op.count * (op.flops or op.bytes) for op in ops]
+            found += [
+                (op, timing.seconds * w / (sum(work) * op.count), timing.spread)
+                for op, w in zip(ops, work, strict=True)
+                if op.kind in kinds and w
+            ]
+    return found
+
+
+def _model_gemms(steps: Sequence[OpsOfStep]) -> list[GemmTable]:
+    found: dict[tuple[str, float, int, int], dict[int, list[tuple[float, float]]]] = {}
+    for op, seconds, spread in _launches(steps, "gemm"):
+        if len(op.shape) == 3:
+            m, n, k = op.shape
+            found.setdefault((op.dtype, weight_bits(op), n, k), {}).setdefault(m, []).append((seconds, spread))
+    return [_gemm_table(*key, by_m) for key, by_m in sorted(found.items())]
+
+
+def _grid_gemms(found: Measured, spec: ModelSpec) -> list[GemmTable]:
+    """Products of the block linears' format in shapes that the model does not have."""
+    bits = rounded(spec.weight_bits if spec.weight_bits is not None else dtype_bits(spec.dtype))
+    by_shape: dict[tuple[int, int], dict[int, list[tuple[float, float]]]] = {}
+    for g in found.gemms:
+        by_shape.setdefault((g.n, g.k), {}).setdefault(g.m, []).append((g.timing.seconds, g.timing.spread))
+    dtype = spec.linear_dtype or spec.dtype
+    return [_gemm_table(dtype, bits, n, k, by_m) for (n, k), by_m in sorted(by_shape.items())]
+
+
+def _gemm_table(
+    dtype: str, bits: float, n: int, k: int, by_m: Mapping[int, Sequence[tuple[float, float]]]
+) -> GemmTable:
+    x, seconds, spread = _rising(by_m)
+    return GemmTable(
+        dtype=dtype, bits=bits, n=n, k=k, m=tuple(int(m) for m in x), seconds=tuple(seconds), spread=spread
+    )  # fmt: skip
+
+
+def _curves(steps: Sequence[OpsOfStep]) -> dict[str, Curve]:
+    points: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    for op, seconds, spread in _launches(steps, "elementwise", "gather"):
+        points.setdefault(op.name, {}).setdefault(op.bytes, []).append((seconds, spread))
+    for op, seconds, spread in _launches(steps, "gemm"):
+        if len(op.shape) > 3:
+            points.setdefault(grouped_name(op), {}).setdefault(op.shape[0], []).append((seconds, spread))
+    curves = {}
+    for name, by_x in sorted(points.items()):
+        x, seconds_of_x, spread = _rising(by_x)
+        curves[name] = Curve(x=tuple(x), seconds=tuple(seconds_of_x), spread=spread)
+    return curves
+
+
+def _rising(by_x: Mapping[int, Sequence[tuple[float, float]]] | Mapping[float, Sequence[tuple[float, float]]]) -> tuple[
+    list[float], list[float], float
+]:  # fmt: skip
+    """Sorted x, seconds that never fall with x, and the middle of the spreads.
+
+    Seconds are the median where several steps had the same x. What was much slower than a larger x was disturbed and
+    counts as that one; neighbours that fall a little are pooled (isotonic regression of logarithms).
+    """
+    xs = sorted(by_x)
+    middles = [float(np.median([s for s, _ in by_x[x]])) for x in xs]  # type: ignore[index]
+    for i in range(len(xs) - 2, -1, -1):
+        if middles[i] > 1.3 * middles[i + 1]:
+            middles[i] = middles[i + 1]
+    pools: list[tuple[float, int]] = []  # (mean logarithm, points)
+    for seconds in middles:
+        pools.append((math.log(seconds), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, m), (b, n) = pools[-2:]
+            pools[-2:] = [((a * m + b * n) / (m + n), m + n)]
+    rising = [math.exp(mean) for mean, count in pools for _ in range(count)]
+    spread = float(np.median([min(s for _, s in by_x[x]) for x in xs]))  # type: ignore[index]
+    return [float(x) for x in xs], rising, spread
+
+
+def _attention(steps: Sequence[OpsOfStep]) -> Fit | None:
+    features, seconds = [], []
+    for by_name, step in steps:
+        ops = [op for ops in by_name.values() for op in ops if op.kind == "attention"]
+        timing = step.ops.get(ops[0].name) if ops else None
+        if timing is None or timing.seconds <= 0:
+            continue
+        total = dict.fromkeys(ATTENTION_TERMS, 0.0)
+        for op in ops:
+            for name, value in attention_features(op).items():
+                total[name] += op.count * value
+        features.append(total)
+        seconds.append(timing.seconds)
+    return robust_fit(ATTENTION_TERMS, features, seconds) if features else None
+
+
+# --- host -----------------------------------------------------------------------------------------
+
+
+def _features(shape: StepShape) -> dict[str, float]:
+    return host_features(len(shape.rows), shape.num_tokens, shape.num_logits)
+
+
+def _host(found: Measured) -> Fit | None:
+    """Seconds inside the executor that no op claims."""
+    timed = [(step.shape, step.ops["host"].seconds) for step in found.steps if "host" in step.ops]
+    if not timed:
+        return None
+    return robust_fit(HOST_TERMS, [_features(shape) for shape, _ in timed], [max(s, 1e-7) for _, s in timed])
+
+
+def _around(found: Measured) -> Fit | None:
+    """Seconds between two steps: scheduling, recording, handing tokens out."""
+    timed = [(s.shape, s.gap) for run in found.runs for s in run.steps if s.gap is not None and s.gap > 0]
+    if not timed:
+        return None
+    return robust_fit(("step", "row", "token"), [_features(shape) for shape, _ in timed], [gap for _, gap in timed])
+
+
+# --- fits -----------------------------------------------------------------------------------------
 
 
 def non_negative_fit(
     terms: Sequence[str], features: Sequence[Mapping[str, float]], seconds: Sequence[float]
 ) -> Fit:  # fmt: skip
-    """Coefficients >= 0 that minimise the squared relative errors (coordinate descent; it is convex).
+    """Coefficients >= 0 that minimise the squared relative errors.
 
     `spread` is the root of the mean squared relative residual over the degrees of freedom.
     """
@@ -39,15 +216,7 @@ def non_negative_fit(
     table = np.array([[f[t] for t in terms] for f in features], dtype=float) / target[:, None]
     scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
     table = table / scale
-    gram, right = table.T @ table, table.T @ np.ones(len(target))
-    x = np.zeros(len(terms))
-    for _ in range(20_000):
-        before = x.copy()
-        for i in range(len(terms)):
-            if gram[i, i] > 0:
-                x[i] = max(0.0, x[i] + (right[i] - gram[i] @ x) / gram[i, i])
-        if np.abs(x - before).max() <= 1e-10 * max(1.0, x.max()):
-            break
+    x = _non_negative(table, np.ones(len(target)))
     residual = table @ x - 1
     freedom = max(1, len(target) - int((x > 0).sum()))
     spread = float(np.sqrt((residual**2).sum() / freedom))
@@ -56,106 +225,33 @@ def non_negative_fit(
     )  # fmt: skip
 
 
-def fit(found: Measured, spec: ModelSpec) -> Calibration:
-    """The calibration that `found` supports; `spec` is the measured model in the measured dtype."""
-    ops_of = [({op.name: op for op in step_ops(spec, step.shape)}, step) for step in found.steps]
-    return Calibration(
-        models=(found.model,),
-        gemm=(*_model_gemms(ops_of), *_grid_gemms(found)),
-        attention={spec.dtype: _attention(ops_of)},
-        elementwise=_elementwise(ops_of),
-        copy_bandwidth=found.copy_bandwidth,
-        host=_host(found),
-        drift=found.drift,
-        fingerprint=dict(found.fingerprint),
-    )
-
-
-OpsOfStep = tuple[Mapping[str, Op], StepTiming]
-
-
-def _per_launch(ops: Mapping[str, Op], step: StepTiming, kind: str) -> list[tuple[Op, float, float]]:
-    """(op, seconds of one launch, spread) of the ops of `kind` that were timed in `step`."""
-    return [
-        (op, step.ops[name].seconds / op.count, step.ops[name].spread)
-        for name, op in ops.items()
-        if op.kind == kind and name in step.ops and step.ops[name].seconds > 0
-    ]
-
-
-def _model_gemms(steps: Sequence[OpsOfStep]) -> list[GemmTable]:
-    found: dict[tuple[str, int, int], dict[int, list[tuple[float, float]]]] = {}
-    for ops, step in steps:
-        for op, seconds, spread in _per_launch(ops, step, "gemm"):
-            m, n, k = op.shape
-            found.setdefault((op.dtype, n, k), {}).setdefault(m, []).append((seconds, spread))
-    return [_gemm_table(dtype, n, k, by_m) for (dtype, n, k), by_m in sorted(found.items())]
-
-
-def _grid_gemms(found: Measured) -> list[GemmTable]:
-    by_shape: dict[tuple[int, int], dict[int, list[tuple[float, float]]]] = {}
-    for g in found.gemms:
-        by_shape.setdefault((g.n, g.k), {}).setdefault(g.m, []).append((g.timing.seconds, g.timing.spread))
-    return [_gemm_table(found.dtype, n, k, by_m) for (n, k), by_m in sorted(by_shape.items())]
-
-
-def _gemm_table(dtype: str, n: int, k: int, by_m: Mapping[int, Sequence[tuple[float, float]]]) -> GemmTable:
-    """Lower quartile where several steps had the same m; a larger m is never faster than a smaller one."""
-    ms = sorted(by_m)
-    seconds, deviations = [], []
-    for m in ms:
-        times = sorted(t for t, _ in by_m[m])
-        seconds.append(float(np.quantile(times, 0.25)))
-        deviations.append(min(s for _, s in by_m[m]))
-    for i in range(len(ms) - 2, -1, -1):
-        seconds[i] = min(seconds[i], seconds[i + 1])  # what is slower than a larger product was disturbed
-    return GemmTable(
-        dtype=dtype, n=n, k=k, m=tuple(ms), seconds=tuple(seconds), spread=float(np.median(deviations))
-    )  # fmt: skip
-
-
-def _attention(steps: Sequence[OpsOfStep]) -> Fit:
-    timed = [entry for ops, step in steps for entry in _per_launch(ops, step, "attention")]
-    return robust_fit(ATTENTION_TERMS, [attention_features(op) for op, _, _ in timed], [s for _, s, _ in timed])
-
-
-def _elementwise(steps: Sequence[OpsOfStep]) -> dict[str, Fit]:
-    by_name: dict[str, list[tuple[float, float]]] = {}
-    for ops, step in steps:
-        for kind in ("elementwise", "gather"):
-            for op, seconds, _ in _per_launch(ops, step, kind):
-                by_name.setdefault(f"{op.dtype}/{op.name}", []).append((op.bytes, seconds))
-    return {
-        name: robust_fit(_LAUNCH_TERMS, [{"launch": 1.0, "byte": b} for b, _ in points], [s for _, s in points])
-        for name, points in sorted(by_name.items())
-    }
-
-
-def _host(found: Measured) -> Fit:
-    """Host seconds inside the executor, plus what the loop around it takes per step and per row."""
-    features, seconds = [], []
-    for step in found.steps:
-        shape = step.shape
-        values = (1.0, len(shape.rows), shape.num_tokens, shape.num_logits)
-        features.append(dict(zip(HOST_TERMS, values, strict=True)))
-        seconds.append(max(step.ops["host"].seconds, 1e-7))
-    inside = robust_fit(("step", "row", "token"), features, seconds)
-    terms = {**inside.terms, "logit": 0.0}
-    if found.loops:
-        around = non_negative_fit(
-            ("step", "row"), [{"step": 1.0, "row": float(p.rows)} for p in found.loops],
-            [p.timing.seconds for p in found.loops],
-        )  # fmt: skip
-        for name, value in around.terms.items():
-            terms[name] += value
-    return Fit(terms=terms, spread=inside.spread, num_points=inside.num_points)
+def _non_negative(table: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 with the least |table x - target| (Lawson and Hanson: Solving Least Squares Problems, 1974, chapter 23)."""
+    x = np.zeros(table.shape[1])
+    used = np.zeros(table.shape[1], dtype=bool)
+    for _ in range(4 * len(x)):
+        gain = np.where(used, -np.inf, table.T @ (target - table @ x))
+        if gain.max() <= 1e-10:
+            break
+        used[int(gain.argmax())] = True
+        while True:
+            trial = np.zeros(len(x))
+            trial[used] = np.linalg.lstsq(table[:, used], target, rcond=None)[0]
+            negative = used & (trial <= 0)
+            if not negative.any():
+                break
+            x = x + float((x[negative] / (x[negative] - trial[negative])).min()) * (trial - x)
+            used &= x > 1e-12
+        x = trial
+    return x
 
 
 def robust_fit(
     terms: Sequence[str], features: Sequence[Mapping[str, float]], seconds: Sequence[float]
 ) -> Fit:  # fmt: skip
     """`non_negative_fit` without points that others show to be disturbed: slower than the fit by more than
-    four times the middle residual (and by 60 %, so that what the terms cannot express is kept). At most a quarter of the points is left out."""
+    four times the middle residual (and by 60 %, so that what the terms cannot express is kept). At most a quarter of
+    the points is left out."""
     kept = list(range(len(seconds)))
     result = non_negative_fit(terms, features, seconds)
     for _ in range(4):

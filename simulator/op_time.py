@@ -14,10 +14,12 @@ from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime, OpTimeModel, host_op
 from twinfer.core.work import Op
+from twinfer.plugins.op_time.calibrated import calibration_of
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
     from twinfer.core.registry import Registry
+    from twinfer.core.spec import ModelSpec
 
 DEFAULT_MODELS = ("calibrated", "roofline")
 
@@ -25,9 +27,12 @@ DEFAULT_MODELS = ("calibrated", "roofline")
 class OpTimeChain:
     """Asks models in order, remembers answers, and can say how each was found."""
 
-    def __init__(self, models: Sequence[OpTimeModel], device: DeviceSpec) -> None:
-        self.models = tuple(models)
+    def __init__(self, models: Sequence[OpTimeModel], device: DeviceSpec, model: ModelSpec | None = None) -> None:
+        """model: whose ops these are, as its techniques leave it; op-time models may have tables of its format."""
+        self.models = tuple(m.for_model(model) if model and hasattr(m, "for_model") else m for m in models)
         self.device = device
+        calibration = calibration_of(device)
+        self._correction = calibration.correction(model) if calibration is not None else None
         self._known: dict[Op, OpTime] = {}
 
     def time(self, op: Op) -> OpTime:
@@ -43,13 +48,23 @@ class OpTimeChain:
                         "--op-time", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
                         "report this to the author of the op-time model",
                     )  # fmt: skip
-                self._known[op] = answer
+                self._known[op] = answer = self._corrected(op, answer)
                 return answer
         names = ", ".join(m.name for m in self.models) or "none"
         raise ConfigError(
             "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",
             "add roofline, or give the device file the missing numbers",
         )  # fmt: skip
+
+    def _corrected(self, op: Op, answer: OpTime) -> OpTime:
+        """`answer` as real runs of this format have corrected it (`twinfer calibrate --from`)."""
+        found = self._correction
+        name = op.name if found is not None and op.name in found.factors else "*"
+        if found is None or name not in found.factors:
+            return answer
+        seconds = answer.seconds * found.factors[name]
+        detail = f"{answer.detail}; x {found.factors[name]:.3f} by {found.source}"
+        return OpTime(seconds, found.spreads.get(name, 0.1) * seconds, f"{answer.source}, corrected", detail)
 
     def explain(self, op: Op) -> list[str]:
         """One line per model: its answer, or that it passed; the first answer is the one used."""
@@ -61,14 +76,19 @@ class OpTimeChain:
                 continue
             us, spread = answer.seconds * 1e6, answer.sigma * 1e6
             lines.append(f"{model.name}: {us:.1f} us +- {spread:.1f} us, {answer.source}; {answer.detail}")
+        if self._correction is not None:
+            answer = self.time(op)
+            lines.append(f"used: {answer.seconds * 1e6:.1f} us +- {answer.sigma * 1e6:.1f} us, {answer.source}")
         return lines
 
 
-def build_chain(names: Sequence[str], device: DeviceSpec, registry: Registry) -> OpTimeChain:
+def build_chain(
+    names: Sequence[str], device: DeviceSpec, registry: Registry, model: ModelSpec | None = None
+) -> OpTimeChain:
     """The chain of op-time plugins `names` (with options, `name:option=value`), by default
-    calibrated, then roofline."""
+    calibrated, then roofline. model: whose ops will be asked for."""
     models = [registry.build("op_time_model", Choice.model_validate(name)) for name in names or DEFAULT_MODELS]
-    return OpTimeChain(models, device)
+    return OpTimeChain(models, device, model)
 
 
 __all__ = ["DEFAULT_MODELS", "OpTime", "OpTimeChain", "OpTimeModel", "build_chain", "host_op"]

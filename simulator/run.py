@@ -6,7 +6,8 @@ The 80 % band of a metric (`intervals`)
     steps, however many they are. The band of every metric is what it would be with all steps slower and
     faster by 1.2816 r (80 % of a normal). When everything arrives at once, times simply scale; else the
     run is simulated again with slow and with fast steps, so that queueing is part of the band.
-    Disturbances of single steps are not part of it.
+    A first token hangs on few steps, which are disturbed one by one: where the device says by how much (`jitter_of`),
+    the band of TTFT is wider by that over the root of their number.
 
 Invariants
 * Never imports torch or the runtime; equal arguments give equal metrics, steps and requests.
@@ -16,8 +17,10 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import platform
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +44,7 @@ from twinfer.core.request import Request
 from twinfer.core.setup import Setup
 from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate, source_of
+from twinfer.plugins.op_time.calibrated import coverage, jitter_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.machine import differences
@@ -72,20 +76,23 @@ def simulate(
     should_stop: ShouldStop | None = None,
     *,
     encode: Encode | None = None,
+    requests: Sequence[Request] | None = None,
 ) -> RunRecord:
     """Predict the run of `workload` on an engine set up by `config`.
 
     device: overrides `config.device`.  on_progress(done requests, all requests, info) is called about 20
     times a second; should_stop() is asked before each step.  encode: text to tokens, for workloads of
-    texts; without it their lengths are estimated (`reasons` says so).
+    texts; without it their lengths are estimated (`reasons` says so).  requests: instead of those that `workload` makes,
+    sorted by arrival (the replay of a real run).
     Raises ConfigError, ModelError or RequestError for what cannot be run; nothing is simulated then.
     """
     registry = registry or default_registry()
-    world = prepare(config, workload, registry, device, encode)
+    world = prepare(config, workload, registry, device, encode, requests)
     on_progress = on_progress or (lambda done, total, info: None)
     record, sigma = run_world(world, 1.0, on_progress, should_stop, keep=True)
     if record.complete:
-        record.intervals = _bands(world, record, Z80 * sigma, on_progress, should_stop)
+        bands = _bands(world, record, Z80 * sigma, on_progress, should_stop)
+        record.intervals = _with_jitter(bands, record, jitter_of(world.device, world.setup.model))
     return record
 
 
@@ -151,10 +158,13 @@ def prepare(
         changed = differences(device.calibration.get("fingerprint", {}))
         if changed:
             reasons["device"] += f"; this machine differs ({changed}): run `twinfer calibrate`"
-    chain = build_chain(config.op_time, device, registry)
+        known = coverage(device, setup.model)
+        if known:
+            reasons["device"] += f"; {known}"
+    model, techniques = setup.model, setup.techniques
+    chain = build_chain(config.op_time, device, registry, model)
     if wrap is not None:
         chain = wrap(chain)
-    model, techniques = setup.model, setup.techniques
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
         ops: Sequence[Op] = step_ops(model, shape, layout.tp)
@@ -278,6 +288,26 @@ def _bands(
         for name, value in middle.items()
         if name.partition(".")[0] in (*_RISES, *_FALLS, *_STILL) and all(name in e for e in ends)
     }
+
+
+def _with_jitter(
+    bands: dict[str, tuple[float, float]], record: RunRecord, jitter: float
+) -> dict[str, tuple[float, float]]:
+    """`bands`, those of TTFT widened by what single steps are disturbed by (relative standard deviation)."""
+    if not jitter:
+        return bands
+    starts = [step.start for step in record.steps]
+    counts = sorted(
+        bisect_left(starts, r.first_token) - bisect_left(starts, r.arrival)
+        for r in record.requests
+        if r.first_token is not None
+    )
+    share = Z80 * jitter / max(1, counts[len(counts) // 2] if counts else 1) ** 0.5
+    for name, value in flat(record.metrics).items():
+        if name.startswith("ttft.") and name in bands:
+            low, high = bands[name]
+            bands[name] = (value - math.hypot(value - low, share * value), value + math.hypot(high - value, share * value))
+    return bands
 
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,13 +1,16 @@
-"""Times this machine by running the engine's own code: what calibration knows, it knows from here.
+"""Times this machine by running the engine itself: what calibration knows, it knows from here.
 
-* steps: the real executor, profiled, on a design of decode, prefill, chunked and mixed steps of the
-  model, so every op is timed where it really runs (cold weights, real threads, real overheads);
-* gemms: the engine's dense linear on a generic grid of shapes, for models other than the measured one;
-* loop: the real driver around an executor that does nothing, for what scheduling and recording take.
+* steps: the engine as it is loaded for a run, its executor profiled on a design of decode, prefill, chunked and mixed
+  steps, so every op is timed where it really runs, by whatever kernels the format has, recorded or written;
+* gemms: the format's linear on a generic grid of shapes, for models other than the measured one;
+* runs: a few short workloads through the whole engine, for the loop around the steps and for the level of it all.
 
 Invariants
 * Repeats are interleaved: every timing is spread over the whole measurement, so a slow minute of the
   machine widens all spreads instead of bending one table.
+* A step is timed as it comes in a run: after another one, a decode step after one of its own shape (and so from its
+  recording), a prefill never from a recording.
+* One small step is repeated before every other: what its time does is the machine's drift and jitter.
 * KV memory that is read has been written before (fresh pages would be read from one cached zero page).
 * Stops at the next step after `should_stop` says so (`MeasurementStopped`), and writes no file.
 """
@@ -17,47 +20,59 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from twinfer.core.catalog import locate_weights, resolve_spec
-from twinfer.core.core import Core
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError, ModelError, TwinferError
-from twinfer.core.events import Submit
-from twinfer.core.loop import LocalInbox, drive, sample_ids
-from twinfer.core.measured import GemmTiming, LoopTiming, Measured, StepTiming, Timing, quantile
+from twinfer.core.loop import sample_ids
+from twinfer.core.measured import GemmTiming, Measured, ServedRun, ServedStep, StepTiming, Timing, quantile
 from twinfer.core.params import SamplingParams
-from twinfer.core.plan import Grant, Need, PlanStats, Row, RowResult, StepPlan, StepResult
-from twinfer.core.policy import Limits
-from twinfer.core.recorder import Recorder
+from twinfer.core.plan import Grant, Need, PlanStats, Row, StepPlan, StepResult
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
-from twinfer.core.runtime.attention_torch import TorchAttention
-from twinfer.core.runtime.executor import TorchExecutor
-from twinfer.core.runtime.families import DecoderModel, load_model
 from twinfer.core.runtime.linear import Dense
+from twinfer.core.runtime.loading import Engine, linears_of, load_engine
+from twinfer.core.runtime.run import serve, warm_up
+from twinfer.core.runtime.stored_blocks import VALUES_PER_BLOCK, StoredBlocks
 from twinfer.core.work import RowShape, StepShape
+from twinfer.core.workload import Workload, generate
+from twinfer.kernels.gemm import BLOCK_FORMATS
 
 OnProgress = Callable[[float, str], None]
 ShouldStop = Callable[[], bool]
 
 BLOCK = 16
-# (queries, keys) of each row; decode steps first, cheap to dear
-DESIGN: tuple[tuple[tuple[int, int], ...], ...] = (
-    *(((1, c),) * n for n, c in ((1, 40), (1, 500), (1, 2000), (2, 250), (4, 60), (4, 900), (8, 250), (16, 60),
-                                 (16, 400), (16, 900), (32, 250), (64, 60), (64, 220))),
+Design = tuple[tuple[int, int], ...]
+"""(queries, keys) of each row of a step."""
+REFERENCE: Design = ((1, 64),)
+DESIGN: tuple[Design, ...] = (
+    *(((1, c),) * n for n, c in ((1, 40), (1, 500), (1, 1900), (2, 250), (4, 60), (4, 900), (8, 250), (12, 90),
+                                 (20, 60), (20, 450), (32, 60), (32, 330), (40, 180), (64, 60), (64, 280))),
     *(((q, q),) for q in (4, 16, 32, 64, 128, 256, 512, 1024)),
-    ((16, 16),) * 4, ((64, 64),) * 4, ((128, 128),) * 4, ((32, 32),) * 16, ((24, 24),) * 8,
-    ((128, 1000),), ((256, 1300),), ((64, 1900),),
+    ((512, 512),) * 4,
+    ((4, 260),) * 6, ((16, 16),) * 4, ((64, 64),) * 4, ((128, 128),) * 3, ((24, 24),) * 8, ((170, 170),) * 9,
+    ((128, 1000),), ((320, 1400),), ((64, 1900),), ((560, 660),),
     ((300, 300), *((1, 330),) * 12), ((12, 500), *((1, 400),) * 15), ((96, 96), *((1, 250),) * 8),
-    ((200, 200), (56, 312), *((1, 120),) * 4), ((1, 30), *((1, 600),) * 7),
+    ((200, 200), (56, 312), *((1, 120),) * 4), ((1, 30), *((1, 600),) * 7), ((264, 264), *((1, 200),) * 63),
+    ((60, 60), *((1, 150),) * 31), ((420, 420), (90, 90), *((1, 260),) * 60),
 )  # fmt: skip
+"""Decode steps first, cheap to dear, then prompts, chunks on a context, and mixtures as continuous batching makes them."""
+RUNS = (
+    Workload(num_requests=1, input_len=90, output_len=40, seed=21),
+    Workload(num_requests=4, input_len=220, output_len=32, seed=22),
+    Workload(num_requests=14, input_len=120, output_len=28, seed=23),
+    Workload(num_requests=36, input_len=60, output_len=20, lengths="uniform", spread=0.5, concurrency=24, seed=24),
+)
 GEMM_GRID = ((512, 512), (2048, 2048), (6144, 2048), (4096, 4096))
 GEMM_ROWS = (1, 8, 64, 256)
-COLD_BYTES = 96 * 2**20  # weights cycled through so that none is found in the cache
+COLD_BYTES = 96 * 2**20  # weights cycled through so that none is found in the caches of a core
 
 
 class MeasurementStopped(TwinferError):
@@ -72,14 +87,17 @@ def measure(
     should_stop: ShouldStop | None = None,
     registry: Registry | None = None,
     max_rounds: int = 12,
+    quantizer: Choice | None = None,
+    kv_dtype: str = "auto",
 ) -> Measured:
-    """Time `model` in `dtype` on this machine within about `budget_s` seconds (loading included), sooner after
+    """Time `model` in one format on this machine within about `budget_s` seconds (loading included), sooner after
     `max_rounds` rounds.
 
-    Raises ConfigError for a budget too small to time everything once, ModelError when the model has no
-    weights here, MeasurementStopped when `should_stop` answers True.
+    Raises ConfigError for a budget too small to time everything once and for a format that the engine refuses,
+    ModelError when the model has no weights here, MeasurementStopped when `should_stop` answers True.
     """
     begin = time.perf_counter()
+    deadline = begin + budget_s
     report = on_progress or (lambda fraction, message: None)
     if budget_s < 10:
         raise ConfigError("--budget", budget_s, "too short to time every op", "give at least 10 s")
@@ -90,54 +108,72 @@ def measure(
 
     registry = registry or default_registry()
     report(0.0, f"loading {model}")
-    spec = resolve_spec(model)
-    weights = locate_weights(model)
-    if weights is None:
-        raise ModelError(f"{model}: no weights on this machine; give a directory or a GGUF file")
-    dtype = canonical_dtype(dtype)
-    spec = replace(spec, dtype=dtype, kv_dtype=dtype)
-    torch_dtype = getattr(torch, dtype)
-    attention = registry.get("attention", spec.variant)()
-    spec = attention.adapt_model(spec)
-    network = load_model(spec, weights, registry, "cpu", torch_dtype)
-    check()
-    design = [d for d in DESIGN if max(keys for _, keys in d) <= spec.max_context]
-    bench = _Bench(network, attention.build(spec), design)
-    gemms = [_Gemm(n, k, torch_dtype) for n, k in GEMM_GRID]
-    found = Measured(model=model, dtype=dtype, fingerprint=fingerprint())
-    report(0.05, "timing the loop")
-    found.loops = _time_loop(spec.vocab_size, registry)
-    deadline = begin + budget_s
-    rounds = 0
-    jobs: list[_StepJob | _GemmJob] = [*bench.jobs, *(gemm.row(m) for gemm in gemms for m in GEMM_ROWS)]
-    copies: list[float] = []
-    share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
-    while time.perf_counter() < deadline and rounds < max_rounds:
-        for job in jobs:
-            check()
-            left = deadline - time.perf_counter()
-            if left < 0 or (rounds and (job.seconds > left or (rounds > 2 and job.seconds * rounds > share))):
-                continue  # dear steps are repeated less often than cheap ones
-            job.run()
-            report(min(0.99, max(0.06, 1 - left / budget_s)), f"round {rounds + 1}: {job.label}")
-        copies.append(_copy_bandwidth())
-        rounds += 1
-    untimed = [job.label for job in bench.jobs if not job.totals]
-    if untimed or rounds < min(2, max_rounds):
-        raise ConfigError(
-            "--budget", budget_s, f"this machine is too busy or too slow: {len(untimed)} steps were not timed",
-            "close other programs, or give a longer budget",
+    engine = _load(model, canonical_dtype(dtype), quantizer, kv_dtype, registry)
+    try:
+        check()
+        bench = _Bench(engine)
+        grid = _grid(engine, registry)
+        found = Measured(
+            model=model, dtype=engine.setup.model.dtype, quantizer="" if quantizer is None else str(quantizer),
+            kv_dtype=engine.setup.model.kv_dtype, fingerprint=fingerprint(),
         )  # fmt: skip
-    found.steps = [job.timing() for job in bench.jobs]
-    found.gemms = [
-        GemmTiming(g.n, g.k, m, Timing.of(g.row(m).samples)) for g in gemms for m in GEMM_ROWS if g.row(m).samples
-    ]
-    found.copy_bandwidth = max(copies)
-    found.drift = _drift([job.totals for job in bench.jobs])
-    bench.executor.close()
+        report(0.05, "warming up")
+        bench.reference.time(5)
+        del bench.reference.moments[:]
+        runs: list[_Served] = []
+        jobs: list[_StepJob | _GemmJob] = [*bench.jobs, *grid]
+        copies: list[float] = []
+        rounds = 0
+        share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
+        while time.perf_counter() < deadline and rounds < max_rounds:
+            for job in jobs:
+                check()
+                left = deadline - time.perf_counter()
+                if left < -3 * budget_s:
+                    raise ConfigError(
+                        "--budget", budget_s, "this machine is too busy or too slow to time every step once",
+                        "close other programs, or give a longer budget",
+                    )  # fmt: skip
+                if rounds and (job.seconds > left or (rounds > 2 and job.seconds * rounds > share)):
+                    continue  # dear steps are repeated less often than cheap ones
+                job.run()
+                fraction = 1 - max(0.0, deadline - time.perf_counter()) / budget_s
+                report(min(0.99, max(0.06, fraction)), f"round {rounds + 1}: {job.label}")
+            again = rounds == 2 and deadline - time.perf_counter() > 0.3 * budget_s
+            if rounds == 0 or again:  # amid all the steps, and once more when there is time
+                for workload in RUNS:
+                    check()
+                    runs.append(_served(engine, workload, registry, check))
+            copies.append(_copy_bandwidth())
+            rounds += 1
+        found.steps = [job.timing() for job in bench.jobs]
+        found.gemms = [GemmTiming(job.n, job.k, len(job.x), Timing.of(job.samples)) for job in grid if job.samples]
+        found.runs = [run.timing() for run in runs]
+        found.copy_bandwidth = max(copies)
+        found.drift, found.jitter = drift_of(bench.reference.moments)
+    finally:
+        engine.close()
     found.seconds = time.perf_counter() - begin
     report(1.0, f"{rounds} rounds in {found.seconds:.0f} s")
     return found
+
+
+def _load(model: str, dtype: str, quantizer: Choice | None, kv_dtype: str, registry: Registry) -> Engine:
+    """The engine as a run of this format has it, with a pool for the largest step."""
+    spec = resolve_spec(model)
+    if locate_weights(model) is None:
+        raise ModelError(f"{model}: no weights on this machine; give a directory or a GGUF file")
+    num_blocks = max(sum(-(-keys // BLOCK) for _, keys in design) for design in _designs(spec.max_context))
+    config = EngineConfig(
+        model=model, device="cpu", dtype=dtype, quantizer=quantizer, kv_dtype=kv_dtype,
+        kv_cache=Choice(name="paged", options={"block_size": BLOCK, "free_windows": False}), num_kv_blocks=num_blocks + len(RUNS),
+        max_model_len=min(spec.max_context, 2048),
+    )  # fmt: skip
+    return load_engine(config, registry)
+
+
+def _designs(max_context: int) -> list[Design]:
+    return [d for d in DESIGN if max(keys for _, keys in d) <= max_context]
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -146,7 +182,7 @@ def measure(
 @dataclass(slots=True)
 class _StepJob:
     bench: _Bench
-    design: tuple[tuple[int, int], ...]
+    design: Design
     plan: StepPlan
     requests: list[Request]
     totals: list[float] = field(default_factory=list)
@@ -167,8 +203,19 @@ class _StepJob:
         for request in self.requests:
             executor.admit(request, sample_ids(request))
         executor.execute(replace(self.plan, rows=()))  # brings the block tables up
-        result = executor.execute(replace(self.plan, grants=()))
+        self.bench.reference.time(1)
+        plan = replace(self.plan, grants=())
+        decode = all(queries == 1 for queries, _ in self.design)
+        if decode and self.seconds < 0.1:
+            for _ in range(1 if self.totals else 2):  # the second one of a shape is recorded, the third repeats it
+                executor.execute(plan)
+        for _ in range(3 if decode else 1):  # a prefill that is repeated would be recorded
+            self._take(executor.execute(plan))
+            if self.totals[-1] > 0.03:
+                break
         executor.execute(StepPlan(0, (), forget=tuple(r.id for r in self.requests)))
+
+    def _take(self, result: StepResult) -> None:
         failed = next((row.failure for row in result.rows if row.failure is not None), None)
         if failed is not None:
             raise ModelError(f"the engine could not run a step that was to be timed: {failed}")
@@ -183,25 +230,41 @@ class _StepJob:
         )  # fmt: skip
 
 
+class _Reference:
+    """The small step that is repeated throughout; `moments` are (when, seconds)."""
+
+    def __init__(self, job: _StepJob) -> None:
+        self.moments: list[tuple[float, float]] = []
+        executor, self._executor = job.bench.executor, job.bench.executor
+        for request in job.requests:
+            executor.admit(request, sample_ids(request))
+        executor.execute(replace(job.plan, rows=()))
+        self._plan = replace(job.plan, grants=())
+
+    def time(self, repeats: int) -> None:
+        for _ in range(repeats):
+            result = self._executor.execute(self._plan)
+            self.moments.append((time.perf_counter(), result.seconds))
+
+
 class _Bench:
-    """The executor with enough written KV, and one job per designed step."""
+    """The engine's executor with enough written KV, and one job per designed step."""
 
-    def __init__(
-        self, model: DecoderModel, attention: TorchAttention, design: Sequence[tuple[tuple[int, int], ...]]
-    ) -> None:
-        num_blocks = max(sum(-(-keys // BLOCK) for _, keys in d) for d in design)
-        self.executor = TorchExecutor(model, attention, num_blocks, BLOCK, profile=True)
-        for keys, values in zip(self.executor.kv.keys, self.executor.kv.values, strict=True):
-            keys.fill_(0.01)
-            values.fill_(0.01)
-        self.jobs = [self._job(number, d) for number, d in enumerate(design)]
+    def __init__(self, engine: Engine) -> None:
+        self.executor = engine.executor
+        self._vocab = engine.setup.model.vocab_size
+        inner: Any = getattr(engine.executor, "inner", engine.executor)
+        for tensor in (*inner.kv.keys, *inner.kv.values):
+            tensor.fill_(0.01)
+        designs = _designs(engine.setup.limits.max_model_len)
+        self.reference = _Reference(self._job(len(designs), REFERENCE))
+        self.jobs = [self._job(number, d) for number, d in enumerate(designs)]
 
-    def _job(self, number: int, design: tuple[tuple[int, int], ...]) -> _StepJob:
+    def _job(self, number: int, design: Design) -> _StepJob:
         """Prompts take consecutive blocks; what several rows grew by since then lies interleaved."""
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        vocab = self.executor.model.spec.vocab_size
         requests = [
-            Request(id=f"m{number}-{i}", prompt=[(7 * j + i) % vocab for j in range(keys)], params=params)
+            Request(id=f"m{number}-{i}", prompt=[(7 * j + i) % self._vocab for j in range(keys)], params=params)
             for i, (_, keys) in enumerate(design)
         ]
         tables: list[list[int]] = [[] for _ in design]
@@ -226,46 +289,88 @@ class _Bench:
         return _StepJob(self, design, StepPlan(0, rows, grants, stats=stats), requests)
 
 
+def drift_of(moments: Sequence[tuple[float, float]], blocks: int = 8) -> tuple[float, float]:
+    """(drift, jitter) of a step that was repeated at (when, seconds): relative standard deviation of the medians of
+    `blocks` stretches of time, and, within them, of one repeat that is slower than usual (90th percentile)."""
+    if len(moments) < 10:
+        return 0.05, 0.05  # too few say nothing
+    first, last = moments[0][0], moments[-1][0]
+    stretches: list[list[float]] = [[] for _ in range(blocks)]
+    for when, seconds in moments:
+        stretches[min(blocks - 1, int(blocks * (when - first) / max(last - first, 1e-9)))].append(seconds)
+    ordered = [sorted(s) for s in stretches if len(s) >= 3]
+    if len(ordered) < 2:
+        return 0.05, 0.05
+    middles = [quantile(s, 0.5) for s in ordered]
+    mean = sum(middles) / len(middles)
+    drift = (sum((m - mean) ** 2 for m in middles) / (len(middles) - 1)) ** 0.5 / mean
+    jitter = sorted((quantile(s, 0.9) / quantile(s, 0.5) - 1) / 1.2816 for s in ordered)
+    return min(0.3, drift), min(0.5, quantile(jitter, 0.5))
+
+
 # --- generic products -----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _GemmJob:
-    gemm: _Gemm
+    """`copies` of one weight, more than the nearest caches hold, on rows `x`."""
+
+    n: int
+    k: int
+    copies: Sequence[Callable[[torch.Tensor], torch.Tensor]]
     x: torch.Tensor
     samples: list[float] = field(default_factory=list)
 
     @property
     def label(self) -> str:
-        return f"[{self.x.shape[0]}, {self.gemm.k}] x [{self.gemm.k}, {self.gemm.n}]"
+        return f"[{self.x.shape[0]}, {self.k}] x [{self.k}, {self.n}]"
 
     @property
     def seconds(self) -> float:
-        return min(self.samples, default=0.0) * len(self.gemm.copies)
+        return min(self.samples, default=0.0) * len(self.copies)
 
     def run(self) -> None:
-        copies = self.gemm.copies
         with torch.inference_mode():
-            copies[0](self.x)
+            self.copies[0](self.x)
             begin = time.perf_counter()
-            for copy in copies:
+            for copy in self.copies:
                 copy(self.x)
-            self.samples.append((time.perf_counter() - begin) / len(copies))
+            self.samples.append((time.perf_counter() - begin) / len(self.copies))
 
 
-class _Gemm:
-    """Copies of one random weight, more than the nearest caches hold."""
+def _grid(engine: Engine, registry: Registry) -> list[_GemmJob]:
+    """Products of the engine's own linears, in its own format; none where that takes blocks of no known type."""
+    model = engine.setup.model
+    dtype = engine.model.dtype
+    factory = linears_of(engine.setup, registry, torch.device("cpu"))
+    kind = ""
+    if getattr(factory, "takes_blocks", False):
+        stored: Counter[str] = Counter(dict(model.extra.get("stored_linears", {})))
+        kind = next((name for name, _ in stored.most_common() if name in BLOCK_FORMATS), "")
+        if not kind:
+            return []
+    jobs = []
+    with torch.inference_mode():
+        for n, k in GEMM_GRID:
+            count = max(2, min(24, COLD_BYTES // (n * k * dtype.itemsize)))
+            copies = [_linear(factory, kind, n, k, dtype) for _ in range(count)]
+            jobs += [_GemmJob(n, k, copies, torch.full((m, k), 0.5, dtype=dtype)) for m in GEMM_ROWS]
+    return jobs
 
-    def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
-        self.n, self.k = n, k
-        count = max(2, min(24, COLD_BYTES // (n * k * dtype.itemsize)))
-        with torch.inference_mode():
-            weight = torch.full((n, k), 0.01, dtype=dtype)
-            self.copies = [Dense(weight.clone()) for _ in range(count)]
-            self._rows = {m: _GemmJob(self, torch.full((m, k), 0.5, dtype=dtype)) for m in GEMM_ROWS}
 
-    def row(self, m: int) -> _GemmJob:
-        return self._rows[m]
+def _linear(factory: Any, kind: str, n: int, k: int, dtype: torch.dtype) -> Any:
+    if kind:
+        width = _block_bytes(kind)
+        return factory("grid", StoredBlocks(kind, torch.zeros(n, k // VALUES_PER_BLOCK[kind], width, dtype=torch.uint8)), None)
+    weight = torch.full((n, k), 0.01, dtype=dtype)
+    return Dense(weight) if factory is None else factory("grid", weight, None)
+
+
+def _block_bytes(kind: str) -> int:
+    """Bytes of one block of a GGUF type."""
+    from twinfer.core.gguf_header import TYPES
+
+    return next(num_bytes for name, _, num_bytes in TYPES.values() if name == kind)
 
 
 def _copy_bandwidth(size: int = 128 * 2**20) -> float:
@@ -278,59 +383,64 @@ def _copy_bandwidth(size: int = 128 * 2**20) -> float:
     return 2 * size / (time.perf_counter() - begin)
 
 
-def _drift(samples: Sequence[Sequence[float]]) -> float:
-    """Relative standard deviation, between rounds, of the middle of all steps' times over their own lower quartile."""
-    rounds: dict[int, list[float]] = {}
-    for times in samples:
-        own = quantile(sorted(times), 0.25)
-        for i, seconds in enumerate(times):
-            rounds.setdefault(i, []).append(seconds / own)
-    middles = [quantile(sorted(r), 0.5) for r in rounds.values() if len(r) * 2 >= len(samples)]
-    if len(middles) < 2:
-        return 0.05  # one round says nothing about itself
-    mean = sum(middles) / len(middles)
-    return min(0.3, (sum((m - mean) ** 2 for m in middles) / (len(middles) - 1)) ** 0.5 / mean)
+# --- whole runs -----------------------------------------------------------------------------------
 
 
-# --- the loop around the executor -----------------------------------------------------------------
+class _Listening:
+    """The engine's executor, with the plans it was given and what they took kept."""
 
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.done: list[tuple[StepPlan, StepResult]] = []
 
-class _Nothing:
-    """An executor that computes nothing, so that what is left is the loop."""
-
-    def __init__(self) -> None:
-        self.row = RowResult(tokens=(0,))
-        self.none = RowResult()
-
-    def admit(self, request: Request, seqs: tuple[tuple[str, int], ...]) -> None: ...
-    def close(self) -> None: ...
+    def admit(self, request: Request, seqs: tuple[tuple[str, int], ...]) -> None:
+        self.inner.admit(request, seqs)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(tuple(self.none if r.need is Need.NONE else self.row for r in plan.rows), 1e-9)
+        result: StepResult = self.inner.execute(plan)
+        self.done.append((plan, result))
+        return result
+
+    def close(self) -> None: ...
 
 
-def _time_loop(vocab_size: int, registry: Registry) -> list[LoopTiming]:
-    scheduler, cache = registry.get("scheduler", "continuous"), registry.get("kv_cache", "paged")
-    samples: dict[int, list[float]] = {1: [], 8: [], 32: []}
-    steps = 64
-    params = SamplingParams(max_tokens=steps, ignore_eos=True)
-    for _ in range(5):
-        for rows, times in samples.items():
-            limits = Limits(max_num_seqs=rows, max_num_batched_tokens=2048, max_model_len=256, num_blocks=rows * 16)
-            core = Core(scheduler(), cache(), limits)
-            events = [Submit(Request(id=f"l{i}", prompt=range(i, i + 16), params=params)) for i in range(rows)]
-            recorder = Recorder("engine", {}, {}, 1.0)
-            begin = time.perf_counter()
-            drive(core, _Nothing(), _Quiet(events), time.perf_counter, lambda out, now: None, recorder)
-            times.append((time.perf_counter() - begin) / steps)
-    return [LoopTiming(rows, Timing.of(times)) for rows, times in samples.items()]
+@dataclass(frozen=True, slots=True)
+class _Served:
+    label: str
+    done: list[tuple[StepPlan, StepResult]]
+    times: list[tuple[float, float]]  # (start, seconds) of each step
+
+    def timing(self) -> ServedRun:
+        ends = [None, *(start + seconds for start, seconds in self.times)]
+        steps = [
+            ServedStep(StepShape.of(plan), seconds, None if end is None else start - end, result.ops)
+            for (plan, result), (start, seconds), end in zip(self.done, self.times, ends, strict=False)
+            if plan.rows
+        ]
+        return ServedRun(self.label, tuple(steps))
 
 
-class _Quiet(LocalInbox):
-    """A closed inbox: waiting for more returns at once."""
+def _served(engine: Engine, workload: Workload, registry: Registry, check: Callable[[], None]) -> _Served:
+    """`workload` through the whole engine, scheduler, loop and recorder, on a KV pool as fresh as that of a run."""
+    spec = engine.setup.model
+    requests = generate(workload, spec.vocab_size, engine.setup.limits.max_model_len, registry=registry)
+    fresh = engine.reconfigured(engine.setup.config)
+    try:
+        warm_up(fresh, requests)
+        listening = _Listening(fresh.executor)
+        record = serve(
+            replace(fresh, executor=listening), requests, workload, lambda done, total, info: None,
+            should_stop=lambda: _stops(check),
+        )  # fmt: skip
+    finally:
+        fresh.close()
+    lengths = f"{workload.num_requests} x ({workload.input_len} + {workload.output_len})"
+    return _Served(lengths, listening.done, [(step.start, step.seconds) for step in record.steps])
 
-    def wait(self, seconds: float | None) -> None:
-        return
+
+def _stops(check: Callable[[], None]) -> bool:
+    check()
+    return False
 
 
 def fingerprint() -> dict[str, object]:

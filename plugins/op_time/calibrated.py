@@ -3,80 +3,55 @@
     gemm         (n, k) measured: linear between the measured m
                  other (n, k):    utilisation of the two nearest measured shapes, at the same m
     attention    non-negative sum of what its rows cost (`ATTENTION_TERMS`)
-    elementwise  per launch + per byte, by op name
-    host         per step + per row + per token + per logit
+    elementwise  linear between the measured sizes, by op name
+    host         per step + per row + per token + per logit, in the step and between steps
 
 Invariants
-* Answers only for the dtypes and kinds that were measured; otherwise the next model is asked.
-* `source` says which rule gave the number; a transferred or extrapolated time has a larger sigma.
+* Tables of the model's own format come first (`for_model`), then those of the nearest; a time that was measured in
+  another format says so and has a larger sigma.
+* Products are answered only in formats that were measured; otherwise the next model is asked.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Technique
-from twinfer.core.work import Op, dtype_bytes, visible_pairs
+from twinfer.core.work import Op, visible_pairs
+from twinfer.plugins.op_time.calibration import (
+    MIN_DRIFT,
+    VERSION,
+    Calibration,
+    Curve,
+    Fit,
+    Format,
+    GemmTable,
+    Tables,
+    weight_bits,
+)
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
+    from twinfer.core.spec import ModelSpec
 
+RECORDED = 32
+"""Tokens of a step up to which its kernels run as one recorded call (`core/runtime/replay.py`)."""
+SHORT = 8
+"""Queries of a row up to which attention cuts its keys, not its queries (`kernels/native/attention.cpp`)."""
 ATTENTION_TERMS = (
-    "call", "mixed", "prefill_row", "prefill_token", "prefill_pair", "prefill_square", "prefill_key",
-    "lone_call", "lone_key", "decode_call", "decode_row", "decode_key", "decode_far_key",
+    "call", "written", "short_row", "short_pair", "short_key", "lone_call", "lone_key", "long_row", "long_token",
+    "long_pair", "long_key",
 )  # fmt: skip
-_NEAR_KEYS = 4000.0  # scaled keys (7000 of SmolLM2-135M, 21 MB in float32) that stay in a core's caches
-HOST_TERMS = ("step", "row", "token", "logit")
-
-
-class GemmTable(BaseModel):
-    """Measured seconds of x[m, k] @ w[n, k].T by m; `spread`: relative standard deviation of the medians."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    dtype: str
-    n: int
-    k: int
-    m: tuple[int, ...]
-    seconds: tuple[float, ...]
-    spread: float
-
-
-class Fit(BaseModel):
-    """A non-negative linear fit; `spread`: relative standard deviation of its residuals."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    terms: dict[str, float]
-    spread: float
-    num_points: int = 0
-
-
-class Calibration(BaseModel):
-    """What was measured on one machine: the `calibration` part of a device file.
-
-    attention: by dtype; terms are seconds per unit of `attention_features`.
-    elementwise: by `dtype/op name`; seconds per launch and per byte.  copy_bandwidth: B/s, for other ops.
-    host: seconds of a step that are in no op.  drift: relative standard deviation of the machine's speed
-    over the measurement.  fingerprint: what the numbers hold for.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    version: int = 1
-    created: str = ""
-    models: tuple[str, ...] = ()
-    gemm: tuple[GemmTable, ...] = ()
-    attention: dict[str, Fit] = {}
-    elementwise: dict[str, Fit] = {}
-    copy_bandwidth: float = 0.0
-    host: Fit | None = None
-    drift: float = 0.0
-    fingerprint: dict[str, Any] = {}
+HOST_TERMS = ("step", "written", "row", "token", "logit")
+_OTHER_FORMAT = 0.15  # relative error of a time that was measured beside other linears, or on another KV dtype
+_SIMILAR_BITS = 1.35  # ratio of stored bits up to which products are transferred
 
 
 class Calibrated(Technique):
@@ -84,174 +59,310 @@ class Calibrated(Technique):
     summary = "op times interpolated in tables measured on this machine by `twinfer calibrate`"
     reference = "utilisation transfer: AIConfigurator (arXiv:2601.06288)"
 
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._format: Format | None = None
+
+    def for_model(self, model: ModelSpec) -> Calibrated:
+        """This model of op times, asking tables of the format of `model` first."""
+        found = Calibrated(self.options)
+        found._format = Format.of(model)
+        return found
+
     def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
-        tables = tables_of(device)
-        if tables is None:
+        known = lookup_of(device, self._format)
+        return None if known is None else known.time(op, device.kind)
+
+
+class Lookup:
+    """A `Calibration` arranged for the ops of one format (None: of any, in the order of the file)."""
+
+    def __init__(self, calibration: Calibration, of: Format | None = None) -> None:
+        self.calibration = calibration
+        self.tables = sorted(calibration.tables, key=lambda t: t.format.far(of)) if of else list(calibration.tables)
+        self.exact = of is None or any(t.format == of for t in self.tables)
+        self._kv = of.kv if of else None
+        self._gemm: dict[tuple[str, float, int, int], tuple[GemmTable, Tables]] = {}
+        for tables in self.tables:
+            for gemm in tables.gemm:
+                self._gemm.setdefault((gemm.dtype, gemm.bits, gemm.n, gemm.k), (gemm, tables))
+        self._best: dict[tuple[str, float], tuple[float, float]] = {}
+
+    def time(self, op: Op, kind: str = "cpu") -> OpTime | None:
+        """`kind`: of the device; host copies of a CPU are elementwise."""
+        if not self.tables:
             return None
+        first = self.tables[0]
+        if op.name in first.inside:
+            return OpTime(0.0, 0.0, "measured", "its time is in that of the ops around it")
         if op.kind == "gemm":
-            return tables.gemm(op)
+            return self._grouped(op) if len(op.shape) > 3 else self._product(op)
         if op.kind == "attention":
-            return tables.attention(op)
-        if op.kind in ("elementwise", "gather") or (op.kind == "host_copy" and device.kind == "cpu"):
-            return tables.elementwise(op)
+            return self._attention(op)
+        if op.kind in ("elementwise", "gather") or (op.kind == "host_copy" and kind == "cpu"):
+            return self._elementwise(op)
         if op.kind == "host":
-            return tables.host(op)
+            return self._host(op)
         return None
 
+    # --- products -----------------------------------------------------------------------------------
 
-class Tables:
-    """A `Calibration` arranged for look-up."""
-
-    def __init__(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-        self._gemm: dict[tuple[str, int, int], GemmTable] = {}
-        for table in calibration.gemm:
-            self._gemm[table.dtype, table.n, table.k] = table
-        self._peak: dict[str, float] = {}
-        self._bandwidth: dict[str, float] = {}
-        for dtype in {t.dtype for t in calibration.gemm}:
-            same = [t for t in calibration.gemm if t.dtype == dtype]
-            self._peak[dtype] = max(2 * t.n * t.k * m / s for t in same for m, s in zip(t.m, t.seconds, strict=True))
-            self._bandwidth[dtype] = max(
-                gemm_bytes(m, t.n, t.k, dtype) / s for t in same for m, s in zip(t.m, t.seconds, strict=True)
-            )
-
-    def gemm(self, op: Op) -> OpTime | None:
-        if len(op.shape) != 3 or op.dtype not in self._peak:
-            return None
+    def _product(self, op: Op) -> OpTime | None:
         m, n, k = op.shape
-        table = self._gemm.get((op.dtype, n, k))
-        if table is not None:
-            seconds, source = on_table(table, m)
-            # 3 %: interpolation between neighbouring m, seen on held-out m
-            spread = table.spread if source == "measured" else math.hypot(table.spread, 0.03)
-            if source == "extrapolated":
-                spread = math.hypot(spread, 0.1)
-            return self._answer(seconds, spread, source, f"[{m}, {k}] x [{k}, {n}] {op.dtype}")
-        return self._transferred(m, n, k, op.dtype)
+        bits = weight_bits(op)
+        found = self._gemm.get((op.dtype, bits, n, k))
+        if found is None:
+            return self._transferred(m, n, k, op.dtype, bits)
+        table, tables = found
+        seconds, source = on_curve(table.m, table.seconds, m)
+        # 3 %: interpolation between neighbouring m, seen on held-out m
+        spread = table.spread if source == "measured" else math.hypot(table.spread, 0.03)
+        if source == "extrapolated":
+            spread = math.hypot(spread, 0.1)
+        return _answer(tables, seconds, spread, source, f"[{m}, {k}] x [{k}, {n}] {bits:g}-bit {op.dtype}")
 
-    def _transferred(self, m: int, n: int, k: int, dtype: str) -> OpTime:
+    def _transferred(self, m: int, n: int, k: int, dtype: str, bits: float) -> OpTime | None:
         """Utilisation of the nearest two measured shapes (distance in log2 n, log2 k), inverse-distance weighted."""
+        alike = [
+            (table, tables)
+            for table, tables in self._gemm.values()
+            if table.dtype == dtype and max(table.bits, bits) <= _SIMILAR_BITS * min(table.bits, bits)
+        ]
+        if not alike:
+            return None
 
         def distance(t: GemmTable) -> float:
-            return math.hypot(math.log2(n / t.n), math.log2(k / t.k))
+            return math.hypot(math.log2(n / t.n), math.log2(k / t.k), 4 * math.log2(max(bits, 1e-9) / t.bits))
 
-        near = sorted((t for t in self._gemm.values() if t.dtype == dtype), key=lambda t: (distance(t), t.n, t.k))[:2]
-        weights = [1 / max(distance(t), 1e-6) for t in near]
+        near = sorted(alike, key=lambda t: (distance(t[0]), t[0].n, t[0].k))[:2]
+        weights = [1 / max(distance(t), 1e-6) for t, _ in near]
         use = sum(
-            w * self._ideal(m, t.n, t.k, dtype) / on_table(t, m)[0] for w, t in zip(weights, near, strict=True)
+            w * self._ideal(t, m, t.n, t.k, t.bits) / on_curve(t.m, t.seconds, m)[0]
+            for w, (t, _) in zip(weights, near, strict=True)
         ) / sum(weights)
-        seconds = self._ideal(m, n, k, dtype) / use
-        far = distance(near[0])
-        spread = math.hypot(near[0].spread, 0.08 + 0.05 * min(far, 4))
-        names = " and ".join(f"({t.n}, {t.k})" for t in near)
-        return self._answer(seconds, spread, "transferred", f"utilisation {use:.0%} of the nearest shapes {names}")
+        table, tables = near[0]
+        seconds = self._ideal(table, m, n, k, bits) / use
+        spread = math.hypot(table.spread, 0.08 + 0.05 * min(distance(table), 4))
+        names = " and ".join(f"({t.n}, {t.k})" for t, _ in near)
+        return _answer(tables, seconds, spread, "transferred", f"utilisation {use:.0%} of the nearest shapes {names}")
 
-    def _ideal(self, m: int, n: int, k: int, dtype: str) -> float:
-        return max(2 * m * n * k / self._peak[dtype], gemm_bytes(m, n, k, dtype) / self._bandwidth[dtype])
+    def _ideal(self, like: GemmTable, m: int, n: int, k: int, bits: float) -> float:
+        """Seconds at the best FLOP/s and B/s that were measured in the format of `like`."""
+        key = (like.dtype, like.bits)
+        if key not in self._best:
+            points = [
+                (2 * t.n * t.k * x / s, t.moved(x, t.n, t.k) / s)
+                for t, _ in self._gemm.values()
+                if (t.dtype, t.bits) == key
+                for x, s in zip(t.m, t.seconds, strict=True)
+            ]
+            self._best[key] = max(p[0] for p in points), max(p[1] for p in points)
+        peak, bandwidth = self._best[key]
+        moved = like.moved(m, n, k) + n * k * (bits - like.bits) / 8
+        return max(2 * m * n * k / peak, moved / bandwidth)
 
-    def attention(self, op: Op) -> OpTime | None:
-        fit = self.calibration.attention.get(op.dtype)
-        if fit is None or not op.rows:
+    def _grouped(self, op: Op) -> OpTime | None:
+        m, n, k = op.shape[:3]
+        curve = self.tables[0].curves.get(grouped_name(op))
+        if curve is None:
             return None
-        seconds = dot(fit.terms, attention_features(op))
-        return self._answer(seconds, fit.spread, "fitted", f"{len(op.rows)} rows; {fit.num_points} measured points")
+        seconds, source = on_curve(curve.x, curve.seconds, m)
+        spread = math.hypot(curve.spread, 0.05 if source != "extrapolated" else 0.15)
+        return _answer(self.tables[0], seconds, spread, source, f"{m} rows over groups of [{k}] x [{k}, {n}]")
 
-    def elementwise(self, op: Op) -> OpTime | None:
-        c = self.calibration
-        fit = c.elementwise.get(f"{op.dtype}/{op.name}")
-        if fit is not None:
-            seconds = dot(fit.terms, {"launch": 1.0, "byte": op.bytes})
-            return self._answer(seconds, fit.spread, "fitted", f"{op.bytes / 1e6:.2f} MB; {fit.num_points} points")
-        if not c.copy_bandwidth:
-            return None
-        seconds = op.bytes / c.copy_bandwidth
-        return self._answer(seconds, 0.3, "transferred", f"{op.bytes / 1e6:.2f} MB at the bandwidth of a copy")
+    # --- everything else ----------------------------------------------------------------------------
 
-    def host(self, op: Op) -> OpTime | None:
-        fit = self.calibration.host
-        if fit is None:
+    def _attention(self, op: Op) -> OpTime | None:
+        fits = [t for t in self.tables if t.attention is not None and t.format.dtype == op.dtype]
+        if not fits or not op.rows:
             return None
+        same = next((t for t in fits if self._kv in (None, t.format.kv)), None)
+        tables = same or fits[0]
+        assert tables.attention is not None
+        seconds, spread = dot(tables.attention.terms, attention_features(op)), tables.attention.spread
+        detail = f"{len(op.rows)} rows; {tables.attention.num_points} measured points"
+        if same is None:
+            return _answer(
+                tables,
+                seconds,
+                math.hypot(spread, 2 * _OTHER_FORMAT),
+                "transferred",
+                f"{detail} on KV in {tables.format.kv}",
+            )
+        return _answer(tables, seconds, spread, "fitted", detail)
+
+    def _elementwise(self, op: Op) -> OpTime | None:
+        for tables in self.tables:
+            curve = tables.curves.get(op.name)
+            if curve is not None and op.dtype in (tables.format.dtype, "float32"):
+                seconds, source = on_curve(curve.x, curve.seconds, op.bytes)
+                return self._beside(tables, seconds, curve.spread, source, f"{op.bytes / 1e6:.2f} MB")
+        if not self.calibration.copy_bandwidth:
+            return None
+        seconds = op.bytes / self.calibration.copy_bandwidth
+        detail = f"{op.bytes / 1e6:.2f} MB at the bandwidth of a copy"
+        return _answer(self.tables[0], seconds, 0.3, "transferred", detail)
+
+    def _host(self, op: Op) -> OpTime | None:
+        tables = self.tables[0]
+        if tables.host is None:
+            return None
+        features = host_features(*op.shape)
+        seconds, spread = dot(tables.host.terms, features), tables.host.spread
+        if tables.around is not None:
+            seconds += dot(tables.around.terms, features)
         rows, tokens, logits = op.shape
-        features = dict(zip(HOST_TERMS, (1.0, rows, tokens, logits), strict=True))
-        seconds = dot(fit.terms, features)
-        return self._answer(seconds, fit.spread, "fitted", f"{rows} rows, {tokens} tokens, {logits} logits")
+        return self._beside(tables, seconds, spread, "fitted", f"{rows} rows, {tokens} tokens, {logits} logits")
 
-    def _answer(self, seconds: float, spread: float, source: str, detail: str) -> OpTime:
-        return OpTime(seconds, math.hypot(spread, self.calibration.drift) * seconds, source, detail)
+    def _beside(self, tables: Tables, seconds: float, spread: float, source: str, detail: str) -> OpTime:
+        """An answer that depends a little on the linears it was measured beside."""
+        if self.exact:
+            return _answer(tables, seconds, spread, source, detail)
+        return _answer(
+            tables, seconds, math.hypot(spread, _OTHER_FORMAT), "transferred", f"{detail}, beside {tables.format}"
+        )  # fmt: skip
+
+
+def _answer(tables: Tables, seconds: float, spread: float, source: str, detail: str) -> OpTime:
+    seconds *= tables.level
+    drift = max(MIN_DRIFT, tables.drift)
+    return OpTime(seconds, math.hypot(spread, drift, tables.level_spread) * seconds, source, detail)
 
 
 def attention_features(op: Op) -> dict[str, float]:
     """What one attention launch does, by `ATTENTION_TERMS`.
 
-    Decode rows feed one token; a lone one is read in place, several are gathered first, and many keys do
-    not stay in the caches between gathering and use (`decode_far_key`). `mixed` is 1 when there is more than one part to put together (each
-    prefill row is a part, all decode rows are one). Pairs, squares (queries times keys, masked pairs included) and keys are
-    scaled by heads * head size in 1000s, so that a fit of one model serves another.
+    Rows of up to SHORT queries are cut by keys and joined, longer ones go through blocks of queries that each read all
+    keys before them. A lone short row cannot keep every thread busy (`lone_*`). `written`: the launch is not part of a
+    recorded call. Pairs of query and key, and keys, are scaled by heads * head size in 1000s, so that a fit of one model
+    serves another.
     """
-    pairs = sum(visible_pairs(r.queries, r.keys) for r in op.rows)
+    pairs = short_pairs = short_keys = long_pairs = long_keys = tokens = long_tokens = short = 0
+    for queries, keys in op.rows:
+        seen = visible_pairs(queries, keys)
+        pairs += seen
+        tokens += queries
+        if queries <= SHORT:
+            short += 1
+            short_pairs += seen
+            short_keys += keys
+        else:
+            long_tokens += queries
+            long_pairs += seen
+            long_keys += keys
     width = op.flops / pairs / 4000 if pairs else 0.0  # 4 FLOPs per pair, head and dimension
-    prefill = [r for r in op.rows if r.queries > 1]
-    decode = [r.keys for r in op.rows if r.queries == 1]
-    lone = len(decode) == 1
-    keys = width * sum(decode)
+    lone = short == 1 == len(op.rows)
     return {
         "call": 1.0,
-        "mixed": float(len(prefill) + bool(decode) > 1),
-        "prefill_row": float(len(prefill)),
-        "prefill_token": width * sum(r.queries for r in prefill),
-        "prefill_pair": width * sum(visible_pairs(r.queries, r.keys) for r in prefill),
-        "prefill_square": width * sum(r.queries * r.keys for r in prefill),
-        "prefill_key": width * sum(r.keys for r in prefill),
+        "written": float(tokens > RECORDED),
+        "short_row": float(short),
+        "short_pair": width * short_pairs,
+        "short_key": width * short_keys,
         "lone_call": float(lone),
-        "lone_key": keys if lone else 0.0,
-        "decode_call": float(len(decode) > 1),
-        "decode_row": 0.0 if lone else float(len(decode)),
-        "decode_key": 0.0 if lone else keys,
-        "decode_far_key": 0.0 if lone else max(0.0, keys - _NEAR_KEYS),
+        "lone_key": width * short_keys if lone else 0.0,
+        "long_row": float(len(op.rows) - short),
+        "long_token": width * long_tokens,
+        "long_pair": width * long_pairs,
+        "long_key": width * long_keys,
     }
 
 
-def dot(terms: dict[str, float], features: dict[str, float]) -> float:
+def host_features(rows: float, tokens: float, logits: float) -> dict[str, float]:
+    """What the host does for a step, by `HOST_TERMS`."""
+    written = float(tokens > RECORDED)
+    return {"step": 1.0, "written": written, "row": float(rows), "token": float(tokens), "logit": float(logits)}
+
+
+def grouped_name(op: Op) -> str:
+    """Name of the curve of a grouped product: its shapes are not those of another model."""
+    return f"{op.name} {op.shape[1]}x{op.shape[2]}"
+
+
+def dot(terms: Mapping[str, float], features: Mapping[str, float]) -> float:
     return sum(weight * features[name] for name, weight in terms.items())
 
 
-def gemm_bytes(m: int, n: int, k: int, dtype: str) -> float:
-    return (m * k + k * n + m * n) * dtype_bytes(dtype)
-
-
-def on_table(table: GemmTable, m: int) -> tuple[float, str]:
-    """Seconds at `m`, linear between measured m, proportional above and flat below them."""
-    ms: Sequence[int] = table.m
-    i = bisect_left(ms, m)
-    if i < len(ms) and ms[i] == m:
-        return table.seconds[i], "measured"
+def on_curve(xs: Sequence[float], seconds: Sequence[float], x: float) -> tuple[float, str]:
+    """Seconds at `x`, linear between measured points, proportional above and flat below them."""
+    i = bisect_left(xs, x)
+    if i < len(xs) and xs[i] == x:
+        return seconds[i], "measured"
     if i == 0:
-        return table.seconds[0], "extrapolated"
-    if i == len(ms):
-        return table.seconds[-1] * m / ms[-1], "extrapolated"
-    x = (m - ms[i - 1]) / (ms[i] - ms[i - 1])
-    return table.seconds[i - 1] * (1 - x) + table.seconds[i] * x, "interpolated"
+        return seconds[0], "extrapolated"
+    if i == len(xs):
+        return seconds[-1] * x / xs[-1], "extrapolated"
+    share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return seconds[i - 1] * (1 - share) + seconds[i] * share, "interpolated"
 
 
-def tables_of(device: DeviceSpec) -> Tables | None:
-    """The device's calibration, None when it has none; ConfigError when it is malformed."""
+# --- device files ---------------------------------------------------------------------------------
+
+
+def calibration_of(device: DeviceSpec) -> Calibration | None:
+    """The device's calibration, None when it has none or one of an older version; ConfigError when it is malformed."""
     given = getattr(device, "calibration", None)
-    if not given:
+    if not given or is_outdated(device):
         return None
-    cached = _tables.get(id(given))
+    cached = _read.get(id(given))
     if cached is not None and cached[0] is given:
         return cached[1]
     try:
-        tables = Tables(Calibration.model_validate(given))
+        calibration = Calibration.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
             "--device", device.name, f"calibration.{where}: {first['msg'].lower()}", "run `twinfer calibrate` again"
         ) from None
-    _tables[id(given)] = (given, tables)
-    return tables
+    _read[id(given)] = (given, calibration)
+    return calibration
 
 
-_tables: dict[int, tuple[Any, Tables]] = {}
+def is_outdated(device: DeviceSpec) -> bool:
+    """Whether the device's tables are of a version that is not read any more."""
+    given = getattr(device, "calibration", None)
+    return bool(given) and given.get("version", VERSION) < VERSION
+
+
+def lookup_of(device: DeviceSpec, of: Format | None = None) -> Lookup | None:
+    """The device's tables for models of one format; None when it has none."""
+    calibration = calibration_of(device)
+    if calibration is None:
+        return None
+    key = (id(calibration), of)
+    cached = _lookups.get(key)
+    if cached is None or cached[0] is not calibration:
+        cached = _lookups[key] = (calibration, Lookup(calibration, of))
+    return cached[1]
+
+
+_read: dict[int, tuple[Any, Calibration]] = {}
+_lookups: dict[tuple[int, Format | None], tuple[Calibration, Lookup]] = {}
+
+
+def coverage(device: DeviceSpec, model: ModelSpec) -> str:
+    """What the tables say of this model's format, in words; empty for a device without any."""
+    if is_outdated(device):
+        return "measured by an older version, not used: run `twinfer calibrate` again"
+    calibration = calibration_of(device)
+    if calibration is None:
+        return ""
+    of = Format.of(model)
+    corrected = calibration.correction(model)
+    words = [f"corrected by {corrected.source}"] if corrected else []
+    if calibration.tables and not any(t.format == of for t in calibration.tables):
+        words.append(f"{of} was not calibrated: products are transferred or analytic")
+    return "; ".join(words)
+
+
+def jitter_of(device: DeviceSpec, model: ModelSpec) -> float:
+    """Relative standard deviation of one step of this model against its neighbours in time; 0 where not measured."""
+    found = lookup_of(device, Format.of(model))
+    return found.tables[0].jitter if found is not None and found.tables else 0.0
+
+
+__all__ = [
+    "ATTENTION_TERMS", "HOST_TERMS", "Calibrated", "Calibration", "Curve", "Fit", "Format", "GemmTable", "Lookup",
+    "Tables", "attention_features", "calibration_of", "coverage", "dot", "grouped_name", "host_features", "is_outdated",
+    "jitter_of", "lookup_of", "on_curve",
+]  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from twinfer.cli import calibrate as cli_calibrate
 from twinfer.cli import demo as cli_demo
-from twinfer.cli import facts
 
 # --- calibrate --------------------------------------------------------------------------------------
 
@@ -73,22 +73,26 @@ def test_a_calibration_is_made_only_when_there_is_none_that_holds(
     from twinfer.simulator.machine import fingerprint
 
     made: list[str] = []
-    monkeypatch.setattr(facts, "run_calibration", lambda session, model, dtype, budget: made.append(dtype))
+    monkeypatch.setattr(cli_calibrate, "run_calibration", lambda session, model, dtype, budget: made.append(dtype))
 
     def count(file: str | dict[str, Any] | None) -> int:
         made.clear()
         if file is not None:
             calibrated_path().parent.mkdir(parents=True, exist_ok=True)
             calibrated_path().write_text(file if isinstance(file, str) else json.dumps(file))
-        facts.calibrate_if_needed(Session(), "m")
+        cli_calibrate.calibrate_if_needed(Session(), "m")
         return len(made)
 
     base = load_device("cpu").model_dump(mode="json") | {"name": "local"}
-    good = {"fingerprint": fingerprint(), "gemm": [{"dtype": "float32"}]}
+    form = {"dtype": "float32", "compute": "float32", "bits": 32.0, "kv": "float32"}
+    good = {"version": 2, "fingerprint": fingerprint(), "tables": [{"format": form}]}
     assert count(None) == 1
     assert count("{") == 1
     assert count(base | {"calibration": good | {"fingerprint": {"cpu": "another"}}}) == 1
-    assert count(base | {"calibration": good | {"gemm": []}}) == 1
+    assert count(base | {"calibration": good | {"tables": []}}) == 1
+    packed = {"format": form | {"bits": 16.0}, "quantizer": "bf16"}
+    assert count(base | {"calibration": good | {"tables": [packed]}}) == 1
+    assert count(base | {"calibration": {"version": 1, "gemm": [{"dtype": "float32"}]}}) == 1
     assert count(base | {"calibration": good}) == 0
     assert "changed" in capsys.readouterr().err
 
@@ -105,8 +109,8 @@ def test_a_calibration_that_fails_is_tried_longer_and_then_done_without(
         budgets.append(budget)
         raise ConfigError("--budget", budget, "this machine is too busy", "close other programs")
 
-    monkeypatch.setattr(facts, "run_calibration", busy)
-    facts.calibrate_if_needed(Session(), "m")
+    monkeypatch.setattr(cli_calibrate, "run_calibration", busy)
+    cli_calibrate.calibrate_if_needed(Session(), "m")
     assert budgets == [55.0, 110.0]
     assert "generic CPU" in capsys.readouterr().err
 
@@ -152,7 +156,7 @@ def test_demo_runs_predicts_saves_and_compares(
     cli: Callable, smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole demo with three prompts and without measuring the machine (predictions are then of a generic CPU)."""
-    monkeypatch.setattr(facts, "calibrate_if_needed", lambda session, model: None)
+    monkeypatch.setattr(cli_calibrate, "calibrate_if_needed", lambda session, model: None)
     monkeypatch.setattr(cli_demo, "OUTPUT_LENS", (3, 5))
     answer = cli("demo", "--prompts", "3", "--runs-dir", tmp_path, "--json").json
     assert list(answer) == ["static + contiguous", "continuous + paged"]
@@ -222,7 +226,7 @@ def test_demo_is_headless_by_environment(cli: Callable, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(cli_demo, "start", start)
     monkeypatch.setattr(cli_demo, "demo_workload", lambda root, num: Workload())
-    monkeypatch.setattr(facts, "calibrate_if_needed", lambda session, model: None)
+    monkeypatch.setattr(cli_calibrate, "calibrate_if_needed", lambda session, model: None)
     monkeypatch.setenv("DEMO_HEADLESS", "1")
     ran = cli("demo", "--runs-dir", tmp_path)
     assert ran.code == 0 and "TTFT p50" in ran.out and started == []

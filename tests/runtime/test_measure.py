@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from twinfer.core.catalog import resolve_spec
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError, ModelError
 from twinfer.core.registry import Registry
-from twinfer.core.work import step_ops
-from twinfer.simulator.calibrate import device_of, step_errors
+from twinfer.simulator.calibrate import adapted, device_of, step_errors
 from twinfer.simulator.machine import fingerprint
 
 REGISTRY = Registry(entry_points=False)
@@ -25,14 +23,18 @@ def test_all_ops_are_timed_and_the_fit_knows_all_of_them(tiny_llama_dir: Path) -
         str(tiny_llama_dir), budget_s=300, on_progress=lambda f, m: seen.append(f), registry=REGISTRY, max_rounds=2
     )  # fmt: skip
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 1
-    spec = replace(resolve_spec(str(tiny_llama_dir)), dtype="float32", kv_dtype="float32")
+    spec, ops_of = adapted(EngineConfig(model=str(tiny_llama_dir), dtype="float32"), REGISTRY)
     assert len(found.steps) > 20 and len(found.gemms) == 16 and found.copy_bandwidth > 1e8
     for step in found.steps:
-        names = {op.name for op in step_ops(spec, step.shape)}
+        names = {op.name for op in ops_of(step.shape)}
         assert names <= set(step.ops), "an op of the model's work was not timed"
         assert set(step.ops) - names == {"host"}
         assert sum(t.seconds for t in step.ops.values()) > 0
-    assert [loop.rows for loop in found.loops] == [1, 8, 32]
+    assert len(found.runs) == 4
+    for run in found.runs:
+        assert run.steps[0].gap is None and all(step.gap is not None and step.gap >= 0 for step in run.steps[1:])
+        assert all(set(step.ops) >= {"host", "attention"} for step in run.steps)
+    assert 0 <= found.drift < 0.5 and 0 <= found.jitter <= 0.5
     here = fingerprint()
     assert {key: found.fingerprint[key] for key in here} == here  # both sides of the wall agree
     device = device_of(found, spec, REGISTRY)
@@ -60,3 +62,33 @@ def test_what_cannot_be_measured_is_refused(tiny_llama_dir: Path) -> None:
         measure(str(tiny_llama_dir), budget_s=1, registry=REGISTRY)
     with pytest.raises(ModelError, match="llama-2-70b"):
         measure("llama-2-70b", budget_s=20, registry=REGISTRY)
+
+
+def test_a_format_is_measured_on_its_own_kernels(tiny_llama_dir: Path) -> None:
+    """The packed products run, recorded passes too, and every op that is not inside another has a time."""
+    from twinfer.core.runtime.measure import measure
+    from twinfer.kernels.gemm import why_not
+
+    if why_not():
+        pytest.skip(f"needs the native kernels: {why_not()}")
+    quantizer = Choice(name="int8")
+    found = measure(str(tiny_llama_dir), budget_s=300, registry=REGISTRY, max_rounds=1, quantizer=quantizer)
+    assert found.quantizer == "int8" and found.kv_dtype == "float32"
+    spec, ops_of = adapted(EngineConfig(model=str(tiny_llama_dir), dtype="float32", quantizer=quantizer), REGISTRY)
+    device = device_of(found, spec, REGISTRY, ops_of=ops_of)
+    (tables,) = device.calibration["tables"]
+    assert tables["inside"] == ["quantize_input"]
+    assert {(table["dtype"], table["bits"]) for table in tables["gemm"]} >= {("float32", 32.0)}
+    assert any(table["dtype"] == "int8" for table in tables["gemm"])
+
+
+def test_drift_and_jitter_are_told_apart() -> None:
+    from twinfer.core.runtime.measure import drift_of
+
+    steady = [(i * 0.1, 1.0 + 0.001 * (i % 3)) for i in range(200)]
+    assert max(drift_of(steady)) < 0.002
+    drifting = [(t, s * (1 + 0.2 * (t > 10))) for t, s in steady]
+    assert drift_of(drifting)[0] > 0.08 and drift_of(drifting)[1] < 0.01
+    jittery = [(t, s * (1.3 if i % 5 == 0 else 1.0)) for i, (t, s) in enumerate(steady)]
+    assert drift_of(jittery)[0] < 0.01 and drift_of(jittery)[1] > 0.1
+    assert drift_of(steady[:5]) == (0.05, 0.05)

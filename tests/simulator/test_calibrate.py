@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from twinfer.core.catalog import resolve_spec
-from twinfer.core.device import calibrated_path, load_device, read_device
+from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.device import calibrated_path, load_device, read_device, write_device
 from twinfer.core.errors import ConfigError, TwinferError
-from twinfer.core.measured import GemmTiming, LoopTiming, Measured, StepTiming, Timing, quantile
+from twinfer.core.measured import GemmTiming, Measured, ServedRun, ServedStep, StepTiming, Timing, quantile
 from twinfer.core.op_time import host_op
 from twinfer.core.registry import Registry
 from twinfer.core.work import Op, RowShape, StepShape, step_ops, visible_pairs
-from twinfer.plugins.op_time.calibrated import Calibrated, Calibration, GemmTable, attention_features, on_table
-from twinfer.simulator.calibrate import calibrate, device_of, step_errors
+from twinfer.plugins.op_time.calibrated import Calibrated, Calibration, attention_features, coverage, on_curve
+from twinfer.simulator.calibrate import adapted, calibrate, device_of, own_tables, step_errors
 from twinfer.simulator.fit import fit, non_negative_fit, robust_fit
 from twinfer.simulator.machine import fingerprint
 
@@ -42,6 +43,14 @@ def true_seconds(op: Op) -> float:
     return 15e-6 + op.bytes / 8e9
 
 
+def served(rows: int, slower: float = 1.0) -> ServedRun:
+    """30 decode steps through the whole engine, `slower` than the sum of their parts."""
+    shape = StepShape.decode(*([200] * rows))
+    seconds = sum(true_seconds(op) * op.count for op in step_ops(SPEC, shape)) + 200e-6 + 10e-6 * rows
+    gap = 20e-6 + 6e-6 * rows
+    return ServedRun(f"{rows} rows", (ServedStep(shape, seconds * slower, gap * slower),) * 30)
+
+
 def measured(noise: float = 0.0, disturbed: float = 0.0, seed: int = 0, drift: float = 0.01) -> Measured:
     rng = random.Random(seed)
 
@@ -61,7 +70,7 @@ def measured(noise: float = 0.0, disturbed: float = 0.0, seed: int = 0, drift: f
         for m in (1, 8, 64, 256):
             op = Op("grid", "gemm", 2.0 * m * n * k, 4.0 * (n * k + m * k), 4.0 * m * n, "float32", shape=(m, n, k))
             found.gemms.append(GemmTiming(n, k, m, timing(true_seconds(op))))
-    found.loops = [LoopTiming(rows, Timing(20e-6 + 6e-6 * rows, 0.01, 5)) for rows in (1, 8, 32)]
+    found.runs = [served(rows) for rows in (1, 8, 32)]
     return found
 
 
@@ -84,8 +93,8 @@ def test_a_clean_machine_is_recovered_within_two_percent() -> None:
 
 def test_noise_widens_sigma_and_disturbances_do_not_bend_the_fit() -> None:
     clean, noisy = fit(measured(), SPEC), fit(measured(noise=0.08), SPEC)
-    assert noisy.attention["float32"].spread > clean.attention["float32"].spread
-    bent = fit(measured(noise=0.03, disturbed=0.1, seed=2), SPEC).attention["float32"]
+    assert noisy.attention.spread > clean.attention.spread
+    bent = fit(measured(noise=0.03, disturbed=0.1, seed=2), SPEC).attention
     op = next(o for o in step_ops(SPEC, StepShape.decode(*([500] * 8))) if o.kind == "attention")
     seconds = sum(w * attention_features(op)[t] for t, w in bent.terms.items())
     assert seconds == pytest.approx(true_seconds(op), rel=0.1)
@@ -125,10 +134,10 @@ def test_other_dtypes_and_devices_are_passed_on() -> None:
 
 
 def test_tables_interpolate_between_points_and_say_when_they_leave_them() -> None:
-    table = GemmTable(dtype="float32", n=8, k=8, m=(1, 4, 16), seconds=(1.0, 2.0, 6.0), spread=0.01)
-    assert on_table(table, 4) == (2.0, "measured")
-    assert on_table(table, 10) == (4.0, "interpolated")
-    assert on_table(table, 32) == (12.0, "extrapolated")
+    xs, seconds = (1, 4, 16), (1.0, 2.0, 6.0)
+    assert on_curve(xs, seconds, 4) == (2.0, "measured")
+    assert on_curve(xs, seconds, 10) == (4.0, "interpolated")
+    assert on_curve(xs, seconds, 32) == (12.0, "extrapolated")
 
 
 def test_larger_products_are_never_predicted_faster() -> None:
@@ -158,9 +167,11 @@ def test_disturbed_points_are_left_out_but_never_more_than_a_quarter() -> None:
     assert robust_fit(("a", "b"), features, wild).num_points >= 15
 
 
-def test_timings_are_lower_quartiles_with_a_spread() -> None:
+def test_timings_are_medians_with_a_spread() -> None:
     assert Timing.of([1.0, 1.0, 1.0, 1.0, 9.0]).seconds == 1.0
+    assert Timing.of([1.0, 3.0, 2.0]).seconds == 2.0
     assert Timing.of([2.0]) == Timing(2.0, 0.1, 1)
+    assert Timing.of([1.0, 1.2]).spread == pytest.approx(0.2 / 2.2)
     assert quantile([1.0, 2.0, 3.0], 0.25) == 1.5
     assert Timing.of([1.0, 1.1, 1.2, 1.3]).spread > Timing.of([1.0, 1.01, 1.02, 1.03]).spread
 
@@ -188,7 +199,9 @@ def test_calibrate_writes_a_device_that_auto_finds(tmp_path: Path) -> None:
     assert device == read_device(result.path) and device.name == "local" and device.kind == "cpu"
     assert device.peak_flops["float32"] == pytest.approx(80e9, rel=0.05)
     assert Calibration.model_validate(device.calibration).fingerprint["cores"] == fingerprint()["cores"]
-    assert json.loads(result.path.read_text())["calibration"]["models"] == ["smollm2-135m"]
+    assert json.loads(result.path.read_text())["calibration"]["tables"][0]["model"] == "smollm2-135m"
+    assert list(result.runs) == ["1 rows", "8 rows", "32 rows"]
+    assert all(ratio == pytest.approx(1, abs=0.01) for ratio in result.runs.values())
 
 
 def test_a_second_dtype_is_added_and_another_machine_starts_anew(tmp_path: Path) -> None:
@@ -199,13 +212,14 @@ def test_a_second_dtype_is_added_and_another_machine_starts_anew(tmp_path: Path)
         fake_measure(half), dtype="bfloat16", on_progress=lambda f, m: None, registry=REGISTRY, root=tmp_path
     )  # fmt: skip
     both = Calibration.model_validate(result.device.calibration)
-    assert set(both.attention) == {"float32", "bfloat16"}
-    assert {t.dtype for t in both.gemm} == {"float32", "bfloat16"}
+    assert {t.format.dtype for t in both.tables} == {"float32", "bfloat16"}
+    assert {g.dtype for t in both.tables for g in t.gemm} == {"float32", "bfloat16"}
     stored = json.loads(result.path.read_text())
     stored["calibration"]["fingerprint"]["cpu"] = "another"
     result.path.write_text(json.dumps(stored))
     third = calibrate(fake_measure(half), on_progress=lambda f, m: None, registry=REGISTRY, root=tmp_path)
-    assert set(Calibration.model_validate(third.device.calibration).attention) == {"bfloat16"}
+    third_tables = Calibration.model_validate(third.device.calibration).tables
+    assert {t.format.dtype for t in third_tables} == {"bfloat16"}
 
 
 def test_a_stopped_calibration_leaves_what_was_there(tmp_path: Path) -> None:
@@ -227,3 +241,77 @@ def test_a_busy_machine_is_refused(tmp_path: Path) -> None:
             fake_measure(measured(drift=0.4)), on_progress=lambda f, m: None, registry=REGISTRY, root=tmp_path
         )  # fmt: skip
     assert list(tmp_path.rglob("*")) == []
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def in_format(quantizer: str, model: str = "smollm2-135m", slower: float = 1.0) -> tuple[Measured, Any, Any]:
+    """(a measurement in which every op takes `slower` than `true_seconds`, adapted model, its ops)."""
+    chosen = Choice.model_validate(quantizer) if quantizer else None
+    spec, ops_of = adapted(EngineConfig(model=model, dtype="float32", quantizer=chosen), REGISTRY)
+    found = Measured(model, "float32", quantizer, copy_bandwidth=9e9, drift=0.01, fingerprint=fingerprint())
+    for design in DESIGN:
+        shape = StepShape(tuple(RowShape(q, k) for q, k in design), len(design))
+        ops = {
+            op.name: Timing(true_seconds(op) * op.count * slower, 0.01, 5)
+            for op in ops_of(shape)
+            if op.name != "quantize_input"  # the engine's products round their own inputs
+        }
+        ops["host"] = Timing(200e-6, 0.01, 5)
+        found.steps.append(StepTiming(shape, Timing(sum(t.seconds for t in ops.values()), 0.01, 5), ops))
+    return found, spec, ops_of
+
+
+def test_each_format_is_answered_from_its_own_tables(tmp_path: Path) -> None:
+    path = tmp_path / "local.json"
+    formats = {name: in_format(name, slower=1 + i / 2) for i, name in enumerate(("", "bf16", "int8"))}
+    for found, spec, ops_of in formats.values():
+        write_device(device_of(found, spec, REGISTRY, path, ops_of), path)
+    device = read_device(path)
+    shape = StepShape.decode(*([250] * 8))
+    for i, (_, spec, ops_of) in enumerate(formats.values()):
+        model = Calibrated().for_model(spec)
+        for op in ops_of(shape):
+            answer = model.time(op, device)
+            assert answer is not None, op.name
+            if op.name == "quantize_input":
+                assert answer.seconds == 0 and "ops around it" in answer.detail
+            else:
+                assert answer.seconds == pytest.approx(true_seconds(op) * (1 + i / 2), rel=0.03), (i, op.name)
+        assert coverage(device, spec) == ""
+    nothing = replace(SPEC, weight_bits=3.0, linear_dtype="int8")
+    assert "was not calibrated" in coverage(device, nothing)
+
+
+def test_products_of_a_format_without_tables_are_left_to_the_next_model() -> None:
+    found, spec, ops_of = in_format("bf16")
+    device = device_of(found, spec, REGISTRY, ops_of=ops_of)
+    _, other, other_ops = in_format("int8")
+    model = Calibrated().for_model(other)
+    answers = {op.name: model.time(op, device) for op in other_ops(StepShape.decode(100))}
+    assert answers["qkv_proj"] is None
+    norms = answers["norms"]
+    assert norms is not None and norms.source == "transferred" and norms.sigma > 0.14 * norms.seconds
+
+
+def test_whole_runs_set_the_level_and_their_spread_is_part_of_sigma() -> None:
+    found = measured()
+    found.runs = [served(rows, slower) for rows, slower in ((1, 1.08), (8, 1.1), (32, 1.12))]
+    device = device_of(found, SPEC, REGISTRY)
+    plain = device_of(measured(), SPEC, REGISTRY)
+    tables = own_tables(device, SPEC)
+    assert tables.level == pytest.approx(1.1, abs=0.01) and tables.level_spread == pytest.approx(0.018, abs=0.005)
+    op = step_ops(SPEC, StepShape.decode(100))[2]
+    slow, usual = Calibrated().time(op, device), Calibrated().time(op, plain)
+    assert slow is not None and usual is not None
+    assert slow.seconds == pytest.approx(1.1 * usual.seconds, rel=0.02)
+    assert slow.sigma / slow.seconds > usual.sigma / usual.seconds
+    found.runs = [served(1, 5.0)]  # a disturbed run is not a level
+    assert own_tables(device_of(found, SPEC, REGISTRY), SPEC).level == 1
+
+
+def test_a_file_of_an_older_version_is_not_read_and_says_so() -> None:
+    device = load_device("cpu", REGISTRY).model_copy(update={"calibration": {"version": 1, "gemm": []}})
+    assert Calibrated().time(step_ops(SPEC, StepShape.decode(10))[2], device) is None
+    assert "older version" in coverage(device, SPEC)

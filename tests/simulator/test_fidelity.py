@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
-from twinfer.core.workload import Workload
-from twinfer.simulator.fidelity import CASES, Line, fidelity, table
+from twinfer.core.workload import Workload, generate
+from twinfer.simulator.fidelity import CASES, TARGETS, Line, fidelity, mixed, noise_floor, table
 from twinfer.simulator.run import simulate
 
 REGISTRY = Registry(entry_points=False)
 
 
+def run_real(config: EngineConfig, workload: Workload) -> RunRecord:
+    return simulate(config, workload, REGISTRY)
+
+
 def test_a_perfect_engine_has_no_error() -> None:
     seen: list[str] = []
-
-    def run_real(config: EngineConfig, workload: Workload) -> RunRecord:
-        return simulate(config, workload, REGISTRY)
-
     lines = fidelity(run_real, repeats=2, cases=CASES[:2], registry=REGISTRY, report=seen.append)
-    assert len(seen) == 4 and len(lines) == 6
+    assert len(seen) == 4 and len(lines) == 3 + len(TARGETS)  # one request has no percentiles
     assert all(line.error == 0 and line.spread == 0 and line.inside for line in lines)
+    assert noise_floor(lines) == (0, 0)
+
+
+def test_formats_and_cases_are_interleaved_and_a_stop_keeps_whole_rounds() -> None:
+    seen: list[str] = []
+    lines = fidelity(
+        run_real, repeats=3, cases=CASES[:1], registry=REGISTRY, report=seen.append, quantizers=("", "int8"),
+        should_stop=lambda: len(seen) == 5,
+    )  # fmt: skip
+    assert [text.split(": ")[1].split(",")[0] for text in seen] == ["float32", "int8"] * 2 + ["float32"]
+    assert {line.format for line in lines} == {"float32", "int8"} and all(len(line.repeats) == 2 for line in lines)
+    assert fidelity(run_real, cases=CASES[:1], registry=REGISTRY, should_stop=lambda: True) == []
+
+
+def test_mixed_requests_have_the_lengths_that_the_name_says(tmp_path: Path) -> None:
+    case = mixed(tmp_path / "mixed.jsonl")
+    requests = generate(case.workload, 1000, 2048, registry=REGISTRY)
+    prompts, answers = [len(r.prompt) for r in requests], [r.params.max_tokens for r in requests]
+    assert len(requests) == 200 and all(r.arrival == 0 for r in requests)
+    assert 16 <= min(prompts) < 30 and 490 < max(prompts) <= 512
+    assert 8 <= min(answers) < 12 and 120 < max(answers) <= 128
 
 
 def test_the_table_marks_what_is_beyond_the_target() -> None:
     lines = [
-        Line("a", "output_throughput", 100.0, 120.0, 0.01, (90.0, 99.0)),
+        Line("a", "output_throughput", 100.0, 120.0, 0.01, (90.0, 99.0), repeats=(99.0, 100.0, 101.0)),
         Line("a", "tpot.p50", 0.05, 0.051, 0.01, None),
     ]
     text = table(lines)
     assert "+20.0%" in text and text.count(" *\n") == 1 and "90-99 !" in text
     assert lines[0].error == pytest.approx(0.2) and lines[0].inside is False
+    assert "1 within their target, 0 of 1 within the 80 % band" in text
+    assert noise_floor(lines) == (pytest.approx(0.01), 0.01)

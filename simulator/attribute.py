@@ -1,0 +1,258 @@
+"""Why a prediction is off: the error of a run's duration by op, host, plans and waiting; and what would mend it.
+
+    real duration      = ops + host of its steps            + waiting for requests
+    predicted duration = ops + host of the same steps       (bound replay)
+                       + (steps as planned - same steps)    (plans differ)
+                       + waiting for requests
+
+Invariants
+* The parts add up to the two durations; nothing is attributed where the record has no steps.
+* A correction is a factor per op, real over predicted time on the run's own steps; what it leaves unexplained, window by
+  window of the run, becomes the interval of everything it corrects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from twinfer.core.device import DeviceSpec
+from twinfer.core.errors import ConfigError
+from twinfer.core.measured import quantile
+from twinfer.core.records import RunRecord, percentile
+from twinfer.plugins.op_time.calibrated import calibration_of
+from twinfer.plugins.op_time.calibration import MIN_DRIFT, Calibration, Correction, Format
+from twinfer.simulator.replay import PricedStep, Replay
+
+_CLASSES = {"gemm": "products", "attention": "attention", "host": "host", "comm": "communication"}
+OTHER, PLANS, WAITING, STEPS, UNLIKE = "other ops", "plans", "waiting", "steps", "steps planned otherwise"
+_WINDOWS = 10
+_SHARE = 0.01  # of a run's time from which an op has a factor of its own
+_WIDTH80 = 2 * 1.2816  # the middle 80 % of a normal, in standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds of the run that one cause took, really and as predicted."""
+
+    group: str
+    name: str
+    real: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted - self.real
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """parts: largest error first.  counts: (real, predicted) of what the two schedulers did.  metrics: name ->
+    (real, predicted).  same: share of the run's steps that the bound replay planned as the engine did."""
+
+    real: float
+    predicted: float
+    parts: tuple[Part, ...]
+    counts: Mapping[str, tuple[float, float]]
+    metrics: Mapping[str, tuple[float, float]]
+    same: float
+    notes: tuple[str, ...] = ()
+
+    def groups(self) -> list[Part]:
+        """The parts summed by group, in order of their error."""
+        sums: dict[str, tuple[float, float]] = {}
+        for part in self.parts:
+            real, predicted = sums.get(part.group, (0.0, 0.0))
+            sums[part.group] = real + part.real, predicted + part.predicted
+        found = [Part(group, "", *pair) for group, pair in sums.items()]
+        return sorted(found, key=lambda p: -abs(p.error))
+
+
+def attribute(replayed: Replay) -> Attribution:
+    """The error of `replayed`, by cause."""
+    real, predicted = replayed.real, replayed.predicted
+    durations = real.metrics["duration"], predicted.metrics["duration"]
+    parts: list[Part] = []
+    if replayed.steps:
+        parts += _op_parts(replayed)
+        bound = math.fsum(s.predicted.seconds for s in replayed.steps)
+        free = math.fsum(s.seconds for s in predicted.steps)
+        parts.append(Part(PLANS, "", 0.0, free - bound))
+        # what neither duration holds: the loop after the last step, and time between records of a step
+        rest_real = durations[0] - math.fsum(p.real for p in parts)
+        rest = durations[1] - math.fsum(p.predicted for p in parts)
+        parts.append(Part(WAITING, "", rest_real, rest))
+    parts.sort(key=lambda p: -abs(p.error))
+    return Attribution(
+        *durations, tuple(parts), _counts(real, predicted), _metrics(real, predicted),
+        sum(s.same for s in replayed.steps) / len(replayed.steps) if replayed.steps else 0.0, replayed.notes,
+    )  # fmt: skip
+
+
+def _op_parts(replayed: Replay) -> list[Part]:
+    sums: dict[tuple[str, str], list[float]] = {}
+
+    def add(group: str, name: str, real: float, predicted: float) -> None:
+        pair = sums.setdefault((group, name), [0.0, 0.0])
+        pair[0] += real
+        pair[1] += predicted
+
+    for step in replayed.steps:
+        if not step.same:
+            add(UNLIKE, "", step.real.seconds + step.gap, step.predicted.seconds)
+        elif not step.real.ops:
+            add(STEPS, "", step.real.seconds + step.gap, step.predicted.seconds)
+        else:
+            for name, (real, predicted) in _of_step(step).items():
+                add(_CLASSES.get(replayed.kinds.get(name, ""), OTHER), name, real, predicted)
+    return [Part(group, name, *pair) for (group, name), pair in sums.items()]
+
+
+def _of_step(step: PricedStep) -> dict[str, tuple[float, float]]:
+    """Op name -> (real, predicted) seconds; the loop between steps counts as host, and so does what no op claims."""
+    real = dict(step.real.ops)
+    claimed = math.fsum(s for name, s in real.items() if name != "host")
+    real["host"] = step.real.seconds - claimed + step.gap
+    ours = step.predicted.ops
+    return {name: (real.get(name, 0.0), ours.get(name, 0.0)) for name in {**real, **ours}}
+
+
+def _counts(real: RunRecord, predicted: RunRecord) -> dict[str, tuple[float, float]]:
+    if not real.steps:
+        return {}
+
+    def mean(record: RunRecord, what: Callable[..., float]) -> float:
+        return math.fsum(what(s) for s in record.steps) / max(1, len(record.steps))
+
+    def pair(what: Callable[..., float]) -> tuple[float, float]:
+        return mean(real, what), mean(predicted, what)
+
+    return {
+        "steps": (len(real.steps), len(predicted.steps)),
+        "rows per step": pair(lambda s: s.num_rows),
+        "tokens per step": pair(lambda s: s.num_tokens),
+        "preemptions": (real.metrics["num_preemptions"], predicted.metrics["num_preemptions"]),
+        "most KV blocks held": (
+            max(s.held_blocks for s in real.steps),
+            max((s.held_blocks for s in predicted.steps), default=0),
+        ),
+    }
+
+
+def _metrics(real: RunRecord, predicted: RunRecord) -> dict[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for name in ("ttft", "tpot", "e2e"):
+        ours, theirs = (sorted(v for r in record.requests if (v := getattr(r, name)) is not None)
+                        for record in (real, predicted))  # fmt: skip
+        if ours and theirs:
+            found[f"{name}.mean"] = math.fsum(ours) / len(ours), math.fsum(theirs) / len(theirs)
+            for q in (50, 95):
+                found[f"{name}.p{q}"] = percentile(ours, q), percentile(theirs, q)
+    name = "output_throughput"
+    if real.metrics.get(name) and predicted.metrics.get(name):
+        found[name] = real.metrics[name], predicted.metrics[name]
+    return found
+
+
+# --- corrections ----------------------------------------------------------------------------------
+
+
+def correction(replayed: Replay) -> Correction:
+    """Factors that bring the predicted ops of the run to the real ones. Needs a record with steps."""
+    steps = [s for s in replayed.steps if s.same]
+    if not steps:
+        raise ConfigError("RUN", replayed.real.id, "has no step that its twin plans alike", "replay another run")
+    sums: dict[str, list[float]] = {}
+    for step in steps:
+        for name, (real, predicted) in _named(step).items():
+            pair = sums.setdefault(name, [0.0, 0.0])
+            pair[0] += real
+            pair[1] += predicted
+    total = math.fsum(real for real, _ in sums.values())
+    own = {name for name, (real, predicted) in sums.items() if predicted > 0 and real >= _SHARE * total}
+    factors = {name: sums[name][0] / sums[name][1] for name in sorted(own)}
+    rest = [pair for name, pair in sums.items() if name not in own]
+    predicted = math.fsum(p for _, p in rest)
+    if predicted > 0 and "*" not in factors:
+        factors["*"] = min(10.0, max(0.1, math.fsum(r for r, _ in rest) / predicted))
+    spreads = {name: _spread(steps, name, factors) for name in factors}
+    return _correction(replayed, factors, spreads)
+
+
+def fitted_correction(replayed: Replay, again: Callable[[DeviceSpec], Replay]) -> Correction:
+    """One factor on all op times that brings the mean E2E latency to the real one, for a record without steps.
+
+    again: the replay on another device.  Its interval is what single requests are off by with it.
+    """
+    factor, current = 1.0, replayed
+    for _ in range(6):
+        real, predicted = attribute(current).metrics["e2e.mean"]
+        if abs(real / predicted - 1) < 0.002:
+            break
+        factor *= real / predicted
+        current = again(with_correction(replayed.device, _correction(replayed, {"*": factor}, {"*": 0.1})))
+    ours = {r.request_id: r.e2e for r in current.predicted.requests}
+    ratios = sorted(
+        math.log(r.e2e / ours[r.request_id])  # type: ignore[operator]
+        for r in replayed.real.requests
+        if r.e2e and ours.get(r.request_id)
+    )
+    spread = max(MIN_DRIFT, (quantile(ratios, 0.9) - quantile(ratios, 0.1)) / _WIDTH80) if ratios else 0.1
+    return _correction(replayed, {"*": factor}, {"*": spread})
+
+
+def _named(step: PricedStep) -> dict[str, tuple[float, float]]:
+    """As `_of_step`; a step without ops is one op "*"."""
+    if step.real.ops:
+        return _of_step(step)
+    return {"*": (step.real.seconds + step.gap, step.predicted.seconds)}
+
+
+def _spread(steps: Sequence[PricedStep], name: str, factors: Mapping[str, float]) -> float:
+    """Relative standard deviation of real over corrected time between windows of the run."""
+    size = max(1, len(steps) // _WINDOWS)
+    ratios = []
+    for begin in range(0, len(steps), size):
+        real = predicted = 0.0
+        for step in steps[begin : begin + size]:
+            for op, (ours, theirs) in _named(step).items():
+                if (op if op in factors else "*") == name:
+                    real += ours
+                    predicted += theirs * factors[name]
+        if predicted > 0:
+            ratios.append(real / predicted)
+    ratios.sort()
+    if len(ratios) < 3:
+        return 0.1
+    return min(0.5, max(MIN_DRIFT, (quantile(ratios, 0.9) - quantile(ratios, 0.1)) / _WIDTH80))
+
+
+def _correction(replayed: Replay, factors: Mapping[str, float], spreads: Mapping[str, float]) -> Correction:
+    return Correction(
+        format=Format.of(replayed.model), model=replayed.model.name, factors=dict(factors), spreads=dict(spreads),
+        source=f"run {replayed.real.id}", date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+
+
+def with_correction(device: DeviceSpec, new: Correction) -> DeviceSpec:
+    """`device` with `new` in place of an older correction of the same format and model."""
+    known = calibration_of(device) or Calibration()
+    kept = tuple(c for c in known.corrections if (c.format, c.model) != (new.format, new.model))
+    calibration = known.model_copy(update={"corrections": (*kept, new)})
+    return device.model_copy(update={"calibration": calibration.model_dump(mode="json")})
+
+
+def without_corrections(device: DeviceSpec) -> DeviceSpec:
+    """`device` as it was measured or described."""
+    known = calibration_of(device)
+    if known is None or not known.corrections:
+        return device
+    plain = known.model_copy(update={"corrections": ()})
+    return device.model_copy(update={"calibration": plain.model_dump(mode="json")})
+
+
+__all__ = [
+    "Attribution", "Part", "attribute", "correction", "fitted_correction", "with_correction", "without_corrections",
+]  # fmt: skip

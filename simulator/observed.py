@@ -1,0 +1,91 @@
+"""Real runs from elsewhere as records of ours: a serving engine's log of requests, one JSON object a line.
+
+    {"arrival": 0.0, "prompt_tokens": 812, "output_tokens": 96, "first_token": 0.21, "last_token": 2.9}
+
+Other usual names of these fields are known (`FIELDS`). Times are seconds on one clock, from any origin.
+
+Invariants
+* A line that lacks a field or contradicts itself is an error that names the line and the field; none is left out.
+* What the log does not say stays unset: there are no steps, so a replay of it attributes nothing to ops.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twinfer.core.errors import ConfigError
+from twinfer.core.records import RequestRecord, RunRecord, compute_metrics
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "arrival": ("queued_ts", "arrival_ts", "arrival", "arrival_time", "start_time"),
+    "prompt": ("num_prompt_tokens", "prompt_tokens", "input_toks", "input_tokens", "input_len"),
+    "output": ("num_output_tokens", "output_tokens", "completion_tokens", "output_toks", "output_len"),
+    "first_token": ("first_token_ts", "first_token", "first_token_time"),
+    "last_token": ("last_token_ts", "last_token", "last_token_time", "end_time"),
+}
+"""Field -> its names, the first that a line has counts."""
+
+
+def read_log(path: str | Path) -> RunRecord:
+    """The log at `path` as a measured run without steps; requests in order of arrival, the first arrives at 0.
+
+    Raises ConfigError for a file that cannot be read or a line that cannot be used.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("RUN", str(path), f"cannot be read ({error})", "give a stored run or a JSONL log") from None
+    rows = [_row(str(path), number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError("RUN", str(path), "holds no requests", "give a log with one JSON object a line")
+    rows.sort(key=lambda row: row["arrival"])
+    begin = rows[0]["arrival"]
+    requests = [
+        RequestRecord(
+            request_id=f"r{number}", arrival=row["arrival"] - begin, first_token=row["first_token"] - begin,
+            last_token=row["last_token"] - begin, finished=row["last_token"] - begin, reason="length",
+            num_prompt_tokens=int(row["prompt"]), num_output_tokens=int(row["output"]),
+        )
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+    record = RunRecord(id=path.name, world="engine", created="", config={}, requests=requests)
+    record.metrics = compute_metrics(record)
+    return record
+
+
+def _row(path: str, number: int, line: str) -> dict[str, float]:
+    def refuse(problem: str, fix: str) -> ConfigError:
+        return ConfigError("RUN", path, f"line {number}: {problem}", fix)
+
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        raise refuse("is not JSON", "write one JSON object a line") from None
+    if not isinstance(found, dict):
+        raise refuse("is not a JSON object", "write one JSON object a line")
+    row: dict[str, float] = {}
+    for field, names in FIELDS.items():
+        name = next((n for n in names if n in found), None)
+        if name is None:
+            raise refuse(f"has no {field}", f"name it one of {', '.join(names)}")
+        value = found[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise refuse(f"{name}={value!r} is not a number", "repair that line")
+        row[field] = value
+    for field in ("prompt", "output"):
+        if row[field] < 1 or row[field] != int(row[field]):
+            raise refuse(f"{field}={row[field]} is not a count of tokens from 1", "repair that line")
+    if not row["arrival"] <= row["first_token"] <= row["last_token"]:
+        raise refuse(
+            f"arrival {row['arrival']}, first token {row['first_token']} and last token {row['last_token']} are not in "
+            "order", "give times of one clock",
+        )  # fmt: skip
+    return row
+
+
+__all__ = ["FIELDS", "read_log"]

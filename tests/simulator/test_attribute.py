@@ -1,0 +1,154 @@
+"""Replay and attribution: with the simulator itself as the engine every cause is known, and is what comes out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from twinfer.core.config import EngineConfig
+from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.errors import ConfigError
+from twinfer.core.records import RunRecord
+from twinfer.core.registry import Registry
+from twinfer.core.workload import Workload
+from twinfer.plugins.op_time.calibration import Correction, Format
+from twinfer.simulator.attribute import (
+    PLANS,
+    Attribution,
+    attribute,
+    correction,
+    fitted_correction,
+    with_correction,
+    without_corrections,
+)
+from twinfer.simulator.observed import read_log
+from twinfer.simulator.replay import ReplayStopped, replay
+from twinfer.simulator.run import simulate
+
+REGISTRY = Registry(entry_points=False)
+CPU = load_device("cpu", REGISTRY)
+CONFIG = EngineConfig(model="smollm2-135m", device="cpu", dtype="float32", max_num_seqs=6, num_kv_blocks=70)
+ALL_AT_ONCE = Workload(num_requests=20, input_len=120, output_len=30, lengths="uniform", spread=0.5, seed=3)
+OPEN = Workload(num_requests=20, rate=4.0, input_len=120, output_len=30, lengths="uniform", spread=0.5, seed=4)
+CLOSED = Workload(num_requests=20, concurrency=3, input_len=120, output_len=30, seed=5)
+
+
+def machine(**factors: float) -> DeviceSpec:
+    """The generic CPU with some ops slower than its twin believes; `rest` is every other."""
+    named = {"*" if name == "rest" else name: factor for name, factor in factors.items()}
+    form = Format(dtype="float32", compute="float32", bits=32.0, kv="float32")
+    made = Correction(format=form, model="SmolLM2-135M", factors=named, spreads={}, source="a test", date="2026-01-01")
+    return with_correction(CPU, made)
+
+
+def run(workload: Workload, **factors: float) -> RunRecord:
+    record = simulate(CONFIG, workload, REGISTRY, machine(**factors) if factors else CPU)
+    record.world = "engine"
+    return record
+
+
+def twin(record: RunRecord, device: DeviceSpec = CPU) -> Attribution:
+    return attribute(replay(record, registry=REGISTRY, device=device))
+
+
+@pytest.mark.parametrize("workload", [ALL_AT_ONCE, OPEN, CLOSED], ids=["all at once", "open", "closed"])
+def test_a_perfect_prediction_has_no_error_anywhere(workload: Workload) -> None:
+    found = twin(run(workload))
+    assert found.same == 1 and found.notes == ()
+    assert all(abs(part.error) < 1e-9 for part in found.parts)
+    assert all(real == pytest.approx(predicted) for real, predicted in (*found.counts.values(), *found.metrics.values()))
+
+
+@pytest.mark.parametrize("workload", [ALL_AT_ONCE, OPEN, CLOSED], ids=["all at once", "open", "closed"])
+def test_the_cause_is_found_and_the_parts_add_up(workload: Workload) -> None:
+    record = run(workload, attention=3.0)
+    found = twin(record)
+    assert found.same > 0.97  # an arrival may fall between the end of a step and the next plan
+    assert found.real == record.metrics["duration"]
+    assert sum(p.real for p in found.parts) == pytest.approx(found.real)
+    assert sum(p.predicted for p in found.parts) == pytest.approx(found.predicted)
+    by_name = {part.name: part for part in found.parts if part.name}
+    worst = min(by_name.values(), key=lambda p: p.error)
+    assert worst.name == "attention" and worst.real == pytest.approx(3 * worst.predicted, rel=1e-6)
+    assert all(abs(p.error) < 1e-9 for p in by_name.values() if p.name != "attention")
+    assert found.groups()[0].group == "attention" or workload is OPEN
+    if workload is ALL_AT_ONCE:  # plans do not depend on how long steps take
+        assert next(p for p in found.parts if p.group == PLANS).error == pytest.approx(0, abs=1e-9)
+        assert found.counts["steps"][0] == found.counts["steps"][1]
+
+
+def test_corrections_mend_the_prediction_and_carry_an_interval() -> None:
+    record = run(ALL_AT_ONCE, attention=2.0, host=1.5, rest=1.2)
+    made = correction(replay(record, registry=REGISTRY, device=CPU))
+    assert made.factors["attention"] == pytest.approx(2.0)
+    assert made.factors["down_proj"] == made.factors["*"] == pytest.approx(1.2)
+    assert all(0.03 <= spread <= 0.5 for spread in made.spreads.values())
+    device = with_correction(CPU, made)
+    assert twin(record, device).predicted == pytest.approx(record.metrics["duration"], rel=0.005)
+    other = run(OPEN, attention=2.0, host=1.5, rest=1.2)  # what was learnt holds for another run
+    after = simulate(CONFIG, OPEN, REGISTRY, device)
+    assert after.metrics["e2e"] == pytest.approx(other.metrics["e2e"], rel=0.01)
+    assert "corrected by run" in after.reasons["device"]
+    assert after.intervals["duration"][0] < other.metrics["duration"] < after.intervals["duration"][1]
+    assert twin(record, without_corrections(device)).predicted == pytest.approx(twin(record).predicted)
+
+
+def test_a_correction_is_of_one_format() -> None:
+    device = machine(rest=2.0)
+    half = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    plain, same = simulate(half, CLOSED, REGISTRY, CPU), simulate(half, CLOSED, REGISTRY, device)
+    assert same.metrics == plain.metrics
+
+
+def test_a_log_of_another_engine_gives_one_factor(tmp_path: Path) -> None:
+    record = run(OPEN, rest=1.4)
+    path = tmp_path / "served.jsonl"
+    rows = [
+        {"queued_ts": 1000 + r.arrival, "input_toks": r.num_prompt_tokens, "output_toks": r.num_output_tokens,
+         "first_token_ts": 1000 + (r.first_token or 0), "last_token_ts": 1000 + (r.last_token or 0)}
+        for r in record.requests
+    ]  # fmt: skip
+    path.write_text("\n".join(json.dumps(row) for row in reversed(rows)))
+    log = read_log(path)
+    assert log.metrics["ttft"]["p95"] == pytest.approx(record.metrics["ttft"]["p95"])
+    first = replay(log, CONFIG, REGISTRY, CPU)
+    assert attribute(first).parts == ()
+    made = fitted_correction(first, lambda device: replay(log, CONFIG, REGISTRY, device))
+    assert made.factors == {"*": pytest.approx(1.4, rel=0.02)} and made.spreads["*"] >= 0.03
+    with pytest.raises(ConfigError, match="does not say how the engine was set up"):
+        replay(log, registry=REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: is not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"arrival": 1, "prompt_tokens": 5, "first_token": 2, "last_token": 3}', "has no output"),
+        ('{"arrival": 1, "prompt_tokens": 5, "output_tokens": 0, "first_token": 2, "last_token": 3}', "count of tokens"),
+        ('{"arrival": 1, "prompt_tokens": true, "output_tokens": 2, "first_token": 2, "last_token": 3}', "not a number"),
+        ('{"arrival": 9, "prompt_tokens": 5, "output_tokens": 2, "first_token": 2, "last_token": 3}', "not in order"),
+    ],
+)
+def test_a_damaged_log_names_the_line(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "log.jsonl"
+    good = '{"arrival": 1, "prompt_tokens": 5, "output_tokens": 2, "first_token": 2, "last_token": 3}'
+    path.write_text(f"{good}\n{line}\n")
+    with pytest.raises(ConfigError, match=words):
+        read_log(path)
+
+
+def test_what_cannot_be_replayed_is_refused_with_its_reason(tmp_path: Path) -> None:
+    record = run(CLOSED)
+    with pytest.raises(ConfigError, match="stopped early"):
+        replay(replace(record, complete=False), registry=REGISTRY, device=CPU)
+    with pytest.raises(ReplayStopped):
+        replay(record, registry=REGISTRY, device=CPU, should_stop=lambda: True)
+    with pytest.raises(ConfigError, match="several samples"):
+        replay(replace(record, workload={**record.workload, "beam_width": 2}), registry=REGISTRY, device=CPU)
+    with pytest.raises(ConfigError, match="holds no requests"):
+        (tmp_path / "empty.jsonl").write_text("\n")
+        read_log(tmp_path / "empty.jsonl")
