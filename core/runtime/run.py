@@ -111,10 +111,11 @@ def serve(
     """Drive `requests` (sorted by arrival, in s from now) through a loaded engine and record the run."""
     setup, clock = engine.setup, time.perf_counter
     core = engine.build_core()
+    environment = engine.environment() | {"seed": setup.config.seed}  # milliseconds, before the clock starts
     start = clock()
     recorder = Recorder(
         "engine", setup.config.model_dump(mode="json"), workload.plain(), setup.kv_bytes_per_slot,
-        environment=engine.environment() | {"seed": setup.config.seed}, reasons=setup.reasons, start=start,
+        environment=environment, reasons=setup.reasons, start=start,
     )  # fmt: skip
     feeder = Feeder(requests, workload.concurrency, start)
     inbox = _Arrivals(feeder, clock, should_stop)
