@@ -46,7 +46,9 @@ class Engines:
         if engine is None:
             engine = self._loaded[key] = load_engine(config, registry, longest_request=lambda spec, tokenizer: longest)
         engine = engine.reconfigured(config, longest_request=lambda spec, tokenizer: longest)
-        requests = generate(workload, engine.setup.model.vocab_size, engine.setup.limits.max_model_len, registry=registry)
+        requests = generate(
+            workload, engine.setup.model.vocab_size, engine.setup.limits.max_model_len, registry=registry
+        )
         try:
             warm_up(engine, requests)
             return serve(engine, requests, workload, lambda done, total, info: None)

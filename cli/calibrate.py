@@ -80,7 +80,14 @@ def calibrate(
         "is for corrections by a run", "give --from RUN too", device=device, to=to, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, num_kv_blocks=num_kv_blocks, runs_dir=runs_dir,
     )  # fmt: skip
-    done = run_calibration(ctx.obj, model or DEFAULT_MODEL, dtype or "float32", DEFAULT_BUDGET if budget is None else budget, quant, kv_dtype or "auto")
+    done = run_calibration(
+        ctx.obj,
+        model or DEFAULT_MODEL,
+        dtype or "float32",
+        DEFAULT_BUDGET if budget is None else budget,
+        quant,
+        kv_dtype or "auto",
+    )
     answer = {
         "path": str(done.path), "device": describe_device(done.device), "step_error_median": done.error[0],
         "step_error_max": done.error[1], "drift": done.drift, "seconds": done.seconds, "level": done.level,
@@ -96,7 +103,9 @@ def calibrate(
     )
     if done.runs:
         runs = ", ".join(f"{name}: {show.percent(ratio - 1, signed=True)}" for name, ratio in done.runs.items())
-        print(f"short runs of the whole engine beside the sum of their steps: {runs}; all times are taken x {done.level:.3f}")
+        print(
+            f"short runs of the whole engine beside the sum of their steps: {runs}; all times are taken x {done.level:.3f}"
+        )
     if done.busy:
         show.note("the machine was not quiet: bands of predictions are wide; calibrate again when nothing else runs")
 
@@ -118,8 +127,6 @@ def run_calibration(
     from twinfer.cli.flags import parse_technique
     from twinfer.core.dtypes import canonical_dtype, dtype_bits
     from twinfer.core.errors import ConfigError, TwinferError
-    from twinfer.core.runtime.measure import measure
-    from twinfer.simulator.calibrate import calibrate as fit_and_store
 
     dtype = canonical_dtype(dtype, "--dtype")
     if dtype_bits(dtype) < 16:
@@ -129,6 +136,9 @@ def run_calibration(
     if kv_dtype != "auto":
         kv_dtype = canonical_dtype(kv_dtype, "--kv-dtype")
     quantizer = None if quant is None else parse_technique(session, "quantizer", quant)
+    from twinfer.core.runtime.measure import measure
+    from twinfer.simulator.calibrate import calibrate as fit_and_store
+
     with show.interruptible() as should_stop, show.progress("calibrating") as report:
         try:
             return fit_and_store(

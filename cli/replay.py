@@ -136,7 +136,10 @@ def correct(
     if to is None:
         if base.name != LOCAL:
             raise ConfigError(
-                "--to", None, f"{base.name} is not this machine's own device file", "say where to store the corrected one"
+                "--to",
+                None,
+                f"{base.name} is not this machine's own device file",
+                "say where to store the corrected one",
             )
         to = calibrated_path()
     plain = parts.without_corrections(base)
@@ -165,7 +168,9 @@ def correct(
     for name, factor in made.factors.items():
         table.add_row(name, f"{factor:.3f}", f"+- {show.percent(1.2816 * made.spreads[name])}")
     show.print_table(table)
-    print(f"duration {show.percent(after.predicted / after.real - 1, signed=True)} with them, on the run they come from")
+    print(
+        f"duration {show.percent(after.predicted / after.real - 1, signed=True)} with them, on the run they come from"
+    )
     print(f"stored in {to}")
 
 

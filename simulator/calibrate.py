@@ -87,7 +87,7 @@ def calibrate(
     """
     registry = registry or default_registry()
     config = EngineConfig(model=model, device="cpu", dtype=dtype, quantizer=quantizer, kv_dtype=kv_dtype)
-    spec, ops_of = adapted(config, registry)
+    adapted(config, registry)  # what cannot be is refused before anything is measured
     found = measure(
         model, dtype, budget_s=budget_s, on_progress=on_progress, should_stop=should_stop, registry=registry,
         quantizer=quantizer, kv_dtype=kv_dtype,
@@ -97,6 +97,7 @@ def calibrate(
             "calibrate", model, f"the machine's speed varied by {found.drift:.0%} between rounds",
             "close other programs and calibrate again",
         )  # fmt: skip
+    spec, ops_of = adapted(config.model_copy(update={"dtype": found.dtype}), registry)
     path = calibrated_path(root)
     device = device_of(found, spec, registry, path, ops_of)
     write_device(device, path)

@@ -55,6 +55,8 @@ CASES = (
     _alike("long prompt, batch 1", 700, 1),
     _alike("long prompt, batch 16", 700, 16),
 )
+
+
 def mixed(path: Path, num_requests: int = 200) -> Case:
     """Requests of 16 to 512 tokens with answers of 8 to 128, all at once; their lengths are written to `path` (.jsonl)."""
     rng = random.Random(0)
@@ -175,5 +177,7 @@ def table(lines: Sequence[Line]) -> str:
             f"{sum(abs(line.error) <= line.target for line in lines)} within their target, "
             f"{sum(bool(line.inside) for line in banded)} of {len(banded)} within the 80 % band"
         )
-        rows.append(f"noise floor: throughput of identical runs has a standard deviation of {noise:.1%}, a range up to {widest:.1%}")
+        rows.append(
+            f"noise floor: throughput of identical runs has a standard deviation of {noise:.1%}, a range up to {widest:.1%}"
+        )
     return "\n".join(rows)

@@ -18,7 +18,13 @@ from twinfer.core.dtypes import dtype_bits
 from twinfer.core.measured import Measured, StepTiming
 from twinfer.core.spec import ModelSpec
 from twinfer.core.work import Op, StepShape, step_ops
-from twinfer.plugins.op_time.calibrated import ATTENTION_TERMS, HOST_TERMS, attention_features, grouped_name, host_features
+from twinfer.plugins.op_time.calibrated import (
+    ATTENTION_TERMS,
+    HOST_TERMS,
+    attention_features,
+    grouped_name,
+    host_features,
+)
 from twinfer.plugins.op_time.calibration import Curve, Fit, Format, GemmTable, Tables, rounded, weight_bits
 
 OpsOf = Callable[[StepShape], Sequence[Op]]

@@ -199,13 +199,15 @@ class _Bound:
     def execute(self, plan: StepPlan) -> StepResult:
         if self._should_stop is not None and self._should_stop():
             raise ReplayStopped("replay stopped")
-        cost = self._timer.exact(StepShape.of(plan))
+        cost = self._timer.cost(plan)
         at = len(self.priced)
         if at < len(self._real):
             real = self._real[at]
             tokens = sum(len(row.tokens) for row in plan.rows)
             gap = max(0.0, real.start - self._now)
-            self.priced.append(PricedStep(real, gap, cost, (len(plan.rows), tokens) == (real.num_rows, real.num_tokens)))
+            self.priced.append(
+                PricedStep(real, gap, cost, (len(plan.rows), tokens) == (real.num_rows, real.num_tokens))
+            )
             self._now += gap + real.seconds
         else:
             self.extra += 1

@@ -306,7 +306,10 @@ def _with_jitter(
     for name, value in flat(record.metrics).items():
         if name.startswith("ttft.") and name in bands:
             low, high = bands[name]
-            bands[name] = (value - math.hypot(value - low, share * value), value + math.hypot(high - value, share * value))
+            bands[name] = (
+                value - math.hypot(value - low, share * value),
+                value + math.hypot(high - value, share * value),
+            )
     return bands
 
 

@@ -361,7 +361,9 @@ def _grid(engine: Engine, registry: Registry) -> list[_GemmJob]:
 def _linear(factory: Any, kind: str, n: int, k: int, dtype: torch.dtype) -> Any:
     if kind:
         width = _block_bytes(kind)
-        return factory("grid", StoredBlocks(kind, torch.zeros(n, k // VALUES_PER_BLOCK[kind], width, dtype=torch.uint8)), None)
+        return factory(
+            "grid", StoredBlocks(kind, torch.zeros(n, k // VALUES_PER_BLOCK[kind], width, dtype=torch.uint8)), None
+        )
     weight = torch.full((n, k), 0.01, dtype=dtype)
     return Dense(weight) if factory is None else factory("grid", weight, None)
 

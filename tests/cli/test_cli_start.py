@@ -11,7 +11,19 @@ import pytest
 
 from twinfer.cli import main as cli_main
 
-COMMANDS = ("run", "simulate", "compare", "memory", "calibrate", "replay", "plugins", "models", "devices", "dashboard", "demo")
+COMMANDS = (
+    "run",
+    "simulate",
+    "compare",
+    "memory",
+    "calibrate",
+    "replay",
+    "plugins",
+    "models",
+    "devices",
+    "dashboard",
+    "demo",
+)
 HEAVY = ("torch", "transformers", "streamlit", "pyarrow", "numpy", "pandas", "plotly", "simpy", "pydantic")
 
 
