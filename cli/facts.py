@@ -73,7 +73,9 @@ def describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:
         "hidden_size": spec.hidden_size, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim, "intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size,
         "max_context": spec.max_context, "dtype": spec.dtype, "weight_bytes": spec.weight_bytes(),
-        "kv_bytes_per_token": spec.kv_bytes_per_token(), "weights": None if weights is None else str(weights),
+        "kv_bytes_per_token": spec.kv_bytes_per_token(), "num_linear_layers": spec.num_linear_layers,
+        "state_bytes_per_seq": spec.state_bytes_per_seq(),
+        "image_tokens": spec.vision.prefix_tokens if spec.vision else None, "weights": None if weights is None else str(weights),
     }  # fmt: skip
 
 
@@ -83,6 +85,7 @@ def describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:
 def devices(
     ctx: typer.Context,
     device: Annotated[str | None, typer.Argument(help="One device: a name, or a JSON file.")] = None,
+    links: Annotated[bool, typer.Option("--links", help="List the links that device files name.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the known devices, or describe one; after `twinfer calibrate` this machine is `local`.
@@ -91,11 +94,16 @@ def devices(
 
     twinfer devices
 
+    twinfer devices --links
+
     twinfer devices h100-sxm --json
     """
     from twinfer.core.device import all_devices, calibrated_path, load_device
 
     session: Session = ctx.obj
+    if links:
+        list_links(session, as_json)
+        return
     if device:
         found = [load_device(device, session.registry)]
     else:
@@ -109,16 +117,38 @@ def devices(
     if device:
         table = facts_table(rows[0])
     else:
-        table = show.new_table("", "name", "kind", "memory", "bandwidth", "bf16", "ridge", "US$/h", "calibrated")
+        table = show.new_table(
+            "", "name", "kind", "memory", "bandwidth", "16 bit", "ridge", "link", "power", "US$/h", "calibrated"
+        )
         for spec, row in zip(found, rows, strict=True):
-            peak = spec.peak_flops.get("bfloat16")
+            wide = "bfloat16" if "bfloat16" in spec.peak_flops else "float16"
+            peak = spec.peak_flops.get(wide)
             table.add_row(
                 spec.name, spec.kind, show.size(spec.usable_bytes), f"{spec.memory_bandwidth / 1e9:,.0f} GB/s",
                 "" if peak is None else f"{show.number(peak / 1e12)} TFLOP/s",
-                "" if peak is None else f"{spec.ridge():.0f} FLOP/B",
+                "" if peak is None else f"{spec.ridge(wide):.0f} FLOP/B",
+                "" if spec.link_bandwidth is None else f"{spec.link_bandwidth / 1e9:,.0f} GB/s",
+                "" if spec.tdp_watts is None else f"{show.number(spec.tdp_watts)} W",
                 "" if spec.price_per_hour is None else f"{spec.price_per_hour:.2f}",
                 "yes" if row["calibrated"] else "",
             )  # fmt: skip
+    show.print_table(table)
+
+
+def list_links(session: Session, as_json: bool) -> None:
+    """The known links, one a row."""
+    from twinfer.core.link import link_files, read_link
+
+    found = [read_link(path) for path in link_files(session.registry).values()]
+    if as_json:
+        show.print_json([link.model_dump(mode="json") for link in found])
+        return
+    table = show.new_table("", "name", "a direction", "latency", "reached", "source")
+    for link in found:
+        table.add_row(
+            link.name, f"{show.number(link.bandwidth / 1e9)} GB/s", "" if link.latency is None else show.seconds(link.latency),
+            "" if link.efficiency is None else show.percent(link.efficiency), f"{link.source}, {link.date}",
+        )  # fmt: skip
     show.print_table(table)
 
 
@@ -143,8 +173,14 @@ def facts_table(facts: dict[str, Any]) -> Table:
 def _with_unit(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if key == "tiers":
+        return ", ".join(
+            f"{t['name']} {show.size(t['bytes'])} at {show.number(t['bandwidth'] / 1e9)} GB/s" for t in value
+        )
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if key.endswith("_latency"):
+        return show.seconds(value)
     if key.endswith("_bytes") or key == "kv_bytes_per_token":
         return show.size(value)
     if key.endswith("_bandwidth"):
@@ -153,7 +189,7 @@ def _with_unit(key: str, value: Any) -> str:
         return f"{show.number(value / 1e12)} TFLOP/s"
     if key == "ridge_flop_per_byte":
         return f"{show.number(value)} FLOP/B"
-    if key == "tdp_watts":
+    if key.endswith("_watts"):
         return f"{show.number(value)} W"
     if key == "price_per_hour":
         return f"US$ {value:.2f}"
@@ -300,7 +336,7 @@ def memory_answer(
     }  # fmt: skip
     equations = {"kv_bytes": equation}
     if device is not None:
-        on = load_device(device, session.registry)
+        on = load_device(device, session.registry).placed(weights)
         answer |= {
             "device": on.name,
             "device_memory_bytes": on.usable_bytes,

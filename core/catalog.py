@@ -87,7 +87,8 @@ def resolve_spec(model: str | Path) -> ModelSpec:
     text = str(model)
     shipped = _shipped_name(text)
     if shipped is not None:
-        return replace(spec_from_hf(_shipped_config(shipped), shipped), extra=_stored_in_package(shipped))
+        spec = spec_from_hf(_shipped_config(shipped), shipped)
+        return replace(spec, extra={**spec.extra, **_stored_in_package(shipped)})
     path = Path(text).expanduser()
     if path.is_dir():
         return _spec_of_dir(path)
@@ -114,7 +115,7 @@ def _spec_of_dir(path: Path) -> ModelSpec:
     config = path / "config.json"
     name = path.resolve().name
     if config.is_file():
-        return spec_from_hf(read_config(config), name)
+        return spec_from_hf(_with_side_file(read_config(config), path), name)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return spec_from_gguf(files[0])
@@ -122,6 +123,15 @@ def _spec_of_dir(path: Path) -> ModelSpec:
         f"{len(files)} GGUF files; name one of them" if files else "no config.json and no .gguf file in this folder"
     )
     raise ModelError(f"model {str(path)!r}: {problem}")
+
+
+def _with_side_file(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`config` with the quantization that some checkpoints describe in a file of its own."""
+    side = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is not None or not side.is_file():
+        return config
+    found = read_config(side).get("quantization")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}} if found else config
 
 
 def read_config(path: Path) -> dict[str, Any]:

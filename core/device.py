@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
+from twinfer.core.link import load_link, load_link_if_known
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -26,12 +27,28 @@ LOCAL = "local"
 """Name of this machine's calibrated device."""
 
 
+class MemoryTier(BaseModel):
+    """One memory of a device: `bytes` of it at `bandwidth` B/s."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    bytes: int = Field(gt=0)
+    bandwidth: float = Field(gt=0)
+
+
 class DeviceSpec(BaseModel):
     """One accelerator, or one CPU machine.
 
     memory_bytes: as the maker states it.  visible_bytes: what a process sees of it, where known.
-    memory_bandwidth, link_bandwidth: B/s.  host_link_bandwidth: B/s between device and host memory, one direction.
-     peak_flops: FLOP/s by dtype.  price_per_hour: US$ per device.
+    memory_bandwidth: B/s.  peak_flops: FLOP/s by dtype.
+    tiers: memories of several speeds, fastest first; `memory_bytes` and `memory_bandwidth` are then those of the tier
+    that weights usually live in, and `placed` takes the fastest that holds them.
+    link, host_link, network: between devices of a node, to host memory, and between nodes: names of `core/link.py`
+    files, whose bandwidth (B/s, one direction) and latency (s) hold where the device file gives none of its own.
+    devices_per_node: devices that `link` joins.
+    tdp_watts, idle_watts: W of one device, at most and with a model loaded but nothing to do.
+    price_per_hour: US$ per device.
     runtime_bytes: taken by the driver context and libraries before a model is loaded.
     graph_bytes: captured device graphs of a typical engine.
     efficiency: what op-time models reach of the peaks (`plugins/op_time/roofline.py` names the fields).
@@ -42,17 +59,26 @@ class DeviceSpec(BaseModel):
 
     name: str
     aliases: tuple[str, ...] = ()
-    kind: Literal["cpu", "gpu"]
+    kind: Literal["cpu", "gpu", "accelerator"]
     memory_bytes: int = Field(gt=0)
     visible_bytes: int | None = Field(default=None, gt=0)
     memory_bandwidth: float = Field(gt=0)
+    tiers: tuple[MemoryTier, ...] = ()
     peak_flops: dict[str, float]
     link: str = ""
     link_bandwidth: float | None = Field(default=None, gt=0)
+    link_latency: float | None = Field(default=None, ge=0)
+    devices_per_node: int | None = Field(default=None, ge=1)
     host_link: str = ""
     host_link_bandwidth: float | None = Field(default=None, gt=0)
     host_link_source: str = ""
+    network: str = ""
+    network_bandwidth: float | None = Field(default=None, gt=0)
+    network_latency: float | None = Field(default=None, ge=0)
+    network_source: str = ""
     tdp_watts: float | None = Field(default=None, gt=0)
+    idle_watts: float | None = Field(default=None, ge=0)
+    idle_source: str = ""
     price_per_hour: float | None = Field(default=None, ge=0)
     price_source: str = ""
     runtime_bytes: int = Field(default=0, ge=0)
@@ -80,10 +106,37 @@ class DeviceSpec(BaseModel):
                 raise ValueError(f"{dtype} must be positive")
         return peaks
 
+    @field_validator("tiers")
+    @classmethod
+    def _fastest_first(cls, tiers: tuple[MemoryTier, ...]) -> tuple[MemoryTier, ...]:
+        speeds = [tier.bandwidth for tier in tiers]
+        if speeds != sorted(speeds, reverse=True):
+            raise ValueError("list the fastest first")
+        return tiers
+
     @property
     def usable_bytes(self) -> int:
         """Memory that a process can have: what it sees, or what the maker states."""
         return self.visible_bytes or self.memory_bytes
+
+    def tier_for(self, size: float) -> MemoryTier | None:
+        """The fastest tier that holds `size` bytes, the largest where none does; None without tiers."""
+        if not self.tiers:
+            return None
+        holds = [tier for tier in self.tiers if tier.bytes >= size]
+        return holds[0] if holds else max(self.tiers, key=lambda tier: tier.bytes)
+
+    def placed(self, size: float) -> DeviceSpec:
+        """This device with `size` bytes of weights in the fastest tier that holds them: that memory and its bandwidth.
+
+        KV lives beside the weights.  A device without tiers is returned as it is.
+        """
+        tier = self.tier_for(size)
+        if tier is None or (tier.bytes, tier.bandwidth) == (self.memory_bytes, self.memory_bandwidth):
+            return self
+        return self.model_copy(
+            update={"memory_bytes": tier.bytes, "visible_bytes": None, "memory_bandwidth": tier.bandwidth}
+        )
 
     def ridge(self, dtype: str = "bfloat16") -> float:
         """FLOP per byte at which compute and memory take equally long; ConfigError for a dtype without a peak."""
@@ -121,7 +174,7 @@ def _files(registry: Registry | None) -> Iterator[tuple[str, Path]]:
 
 def all_devices(registry: Registry | None = None) -> list[DeviceSpec]:
     """Every registered device, in order."""
-    return [read_device(path) for path in device_files(registry).values()]
+    return [read_device(path, registry) for path in device_files(registry).values()]
 
 
 def load_device(
@@ -143,17 +196,17 @@ def load_device(
     files = device_files(registry)
     key = text.lower()
     if key in files:
-        return read_device(files[key])
+        return read_device(files[key], registry)
     path = Path(text).expanduser()
     if path.is_file():
-        return read_device(path)
+        return read_device(path, registry)
     if path.suffix == ".json" or "/" in text:
         raise ConfigError(
             "--device", text, "no such file", "give the path of a device file, or a name `twinfer devices` lists"
         )
     aliases: dict[str, str] = {}
     for name, file in files.items():
-        spec = read_device(file)
+        spec = read_device(file, registry)
         if key in spec.aliases:
             return spec
         aliases |= {alias: name for alias in spec.aliases}
@@ -162,7 +215,7 @@ def load_device(
     raise ConfigError("--device", text, "no such device", f"{hint}known: auto, {', '.join(files)}; or give a JSON file")
 
 
-def read_device(path: str | Path) -> DeviceSpec:
+def read_device(path: str | Path, registry: Registry | None = None) -> DeviceSpec:
     """The device in a JSON file; ConfigError naming the file and the first field that is wrong."""
     path = Path(path)
     try:
@@ -172,12 +225,33 @@ def read_device(path: str | Path) -> DeviceSpec:
     except ValueError as error:
         raise ConfigError("--device", str(path), f"is not a JSON file ({error})", "give a device file") from None
     try:
-        return DeviceSpec.model_validate(found)
+        return _with_links(DeviceSpec.model_validate(found), path, registry)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         known = ", ".join(DeviceSpec.model_fields)
         raise ConfigError("--device", str(path), f"{where}: {first['msg']}", f"fields: {known}") from None
+
+
+def _with_links(spec: DeviceSpec, path: Path, registry: Registry | None) -> DeviceSpec:
+    """`spec` with the numbers of the links it names, where it has none of its own; names relative to the file are read,
+    too. ConfigError for a name without a number and without a file."""
+    changes: dict[str, Any] = {}
+    for field in ("link", "host_link", "network"):
+        name, bandwidth = getattr(spec, field), getattr(spec, f"{field}_bandwidth")
+        beside = path.parent / name
+        known = load_link_if_known(str(beside) if name.endswith(".json") and beside.is_file() else name, registry)
+        if known is None:
+            if name and bandwidth is None:
+                load_link(name, registry, f"{path.name}: {field}")  # raises, naming what is known
+            continue
+        if bandwidth is None:
+            changes[f"{field}_bandwidth"] = known.bandwidth
+        if field != "host_link" and getattr(spec, f"{field}_latency") is None:
+            changes[f"{field}_latency"] = known.latency
+        if field == "host_link" and not spec.host_link_source:
+            changes["host_link_source"] = known.source
+    return spec.model_copy(update=changes) if changes else spec
 
 
 def write_device(spec: DeviceSpec, path: str | Path) -> Path:

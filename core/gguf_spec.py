@@ -23,7 +23,9 @@ from twinfer.core.spec import ModelSpec
 GGUF_FAMILIES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM", "deepseek2": "DeepseekV2ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "deepseek2": "DeepseekV2ForCausalLM", "gpt-oss": "GptOssForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM", "qwen3next": "Qwen3NextForCausalLM", "glm4moe": "Glm4MoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }  # fmt: skip
 """general.architecture -> architecture class ("llama" also covers Mistral and, with experts, Mixtral; "deepseek2" V3)."""
 
@@ -138,18 +140,52 @@ def _hf_config_of_gguf(header: GGUFHeader, name: str) -> dict[str, Any]:
     if arch == "deepseek2":
         config |= _deepseek(header, key, number)
     elif key("expert_count"):
-        config["num_experts_per_tok"] = key("expert_used_count")
-        if arch == "llama":
-            config |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": key("expert_count")}
-        else:
-            config |= {
-                "num_experts": key("expert_count"), "moe_intermediate_size": key("expert_feed_forward_length"),
-                "norm_topk_prob": True,  # no key says so; every published model has it
-            }  # fmt: skip
+        config |= _experts(arch, header, key, number)
+    if arch == "qwen3next":
+        config |= _gated_delta(key)
     scaling = _rope_scaling(header, key)
     if scaling:
         config["rope_scaling"] = scaling
     return config
+
+
+def _experts(arch: str, header: GGUFHeader, key: Callable[..., Any], number: Callable[..., float]) -> dict[str, Any]:
+    """Experts under the names that each family's config.json has."""
+    routed, width = key("expert_count"), key("expert_feed_forward_length")
+    found: dict[str, Any] = {"num_experts_per_tok": key("expert_used_count")}
+    if arch == "llama":
+        return found | {"architectures": ["MixtralForCausalLM"], "num_local_experts": routed}
+    if arch == "gpt-oss":
+        return found | {"num_local_experts": routed, "intermediate_size": width or key("feed_forward_length")}
+    if arch == "minimax-m2":
+        rotary = key("rope.dimension_count")
+        return found | {"num_local_experts": routed, "intermediate_size": width, "rotary_dim": rotary}
+    if arch == "glm4moe":
+        further = key("nextn_predict_layers", 0)  # counted among the blocks
+        return found | {
+            "num_hidden_layers": key("block_count") - further, "num_nextn_predict_layers": further,
+            "n_routed_experts": routed, "n_shared_experts": key("expert_shared_count", 0),
+            "moe_intermediate_size": width, "first_k_dense_replace": key("leading_dense_block_count", 0),
+            "routed_scaling_factor": number("expert_weights_scale", 1.0),
+            "norm_topk_prob": bool(key("expert_weights_norm", True)),
+            "use_qk_norm": any("attn_q_norm" in name for name in header.tensors),
+        }  # fmt: skip
+    found |= {"num_experts": routed, "moe_intermediate_size": width}
+    if arch in ("qwen2moe", "qwen3next"):
+        found["shared_expert_intermediate_size"] = key("expert_shared_feed_forward_length", 0)
+    found["norm_topk_prob"] = arch != "qwen2moe"  # no key says so; every published model has it
+    return found
+
+
+def _gated_delta(key: Callable[..., Any]) -> dict[str, Any]:
+    """Linear attention of Qwen3-Next, in the terms that GGUF has for state-space models."""
+    heads = key("ssm.time_step_rank")
+    return {
+        "linear_num_key_heads": key("ssm.group_count"), "linear_num_value_heads": heads,
+        "linear_key_head_dim": key("ssm.state_size"), "linear_value_head_dim": key("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": key("ssm.conv_kernel"),
+        "full_attention_interval": key("full_attention_interval", 4),
+    }  # fmt: skip
 
 
 def _deepseek(header: GGUFHeader, key: Callable[..., Any], number: Callable[..., float]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from typing import Any
 
 from twinfer.core.errors import ModelError
 
-_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150000.0}
+_THETA = {
+    "mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150000.0, "llama4_text": 500000.0, "minimax_m2": 5e6,
+}  # fmt: skip
 """Bases that are not 10000 when a config.json leaves them out."""
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -82,6 +84,8 @@ def read_rope(config: Mapping[str, Any], family: str, name: str, max_positions: 
 
 def _kind(found: Mapping[str, Any], family: str) -> str:
     kind = str(found.get("rope_type") or found.get("type") or "default")
+    if kind == "mrope":  # one position for text, which then turns as ever
+        return "default"
     if kind == "su" or (family == "phi3" and kind == "yarn"):  # names of longrope in old Phi-3 files
         return "longrope"
     return kind

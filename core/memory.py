@@ -120,7 +120,7 @@ def memory_budget(
     # a quantizer may have chosen the KV format; without one, an unadapted spec is fine too
     spec = spec.with_dtypes(config.dtype, "auto" if config.quantizer else config.kv_dtype)
     refuse_indivisible(spec, config.tp)
-    paging = Paging(block_size, tuple(groups or one_group(spec.num_layers)))
+    paging = Paging(block_size, tuple(groups or one_group(spec.num_attention_layers)))
     sizes = sizes_of(spec, config, device_memory_bytes, runtime_bytes, graph_bytes, paging)
     reasons: dict[str, str] = {}
     per_block = block_size * sizes.per_slot
@@ -219,7 +219,8 @@ def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int,
     else:
         values = f"{heads} * ({key} + {value}) * {kv!r}"
         scales = f" + {heads} * 2 * {spec.kv_scale_bytes!r}" if spec.kv_scale_bytes else ""
-    norms = (spec.num_layers * spec.norms_per_layer + 1) * spec.hidden_size
+    index = f" + {spec.index_bytes_per_token}" if spec.index_bytes_per_token else ""
+    norms = spec.num_norms * spec.hidden_size
     tables = spec.rank_other_params(config.tp) - norms
     blocks = (
         f"{config.num_kv_blocks}"
@@ -230,7 +231,7 @@ def _equations(spec: ModelSpec, config: EngineConfig, sizes: Sizes, memory: int,
         f" // ({block_size} * {sizes.per_slot!r}))"
     )
     return {
-        "kv_bytes_per_token": f"{spec.num_layers} * ({values}{scales})",
+        "kv_bytes_per_token": f"{spec.num_attention_layers} * ({values}{scales}){index}",
         "weight_bytes": (
             f"int(({spec.rank_block_params(config.tp)!r} * {spec.block_bits!r}"
             f" + ({tables} + {norms}) * {spec.other_bits!r}) / 8)"

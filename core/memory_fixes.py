@@ -80,7 +80,7 @@ def fixes_for(
     own_memory: every rank has memory of its own; where all share one machine's, more ranks make no room.
     """
     wanted = wanted or config.max_model_len or spec.max_context
-    paged = paging or Paging(16, one_group(spec.num_layers))
+    paged = paging or Paging(16, one_group(spec.num_attention_layers))
 
     def slots(s: ModelSpec, c: EngineConfig) -> int:
         sizes = sizes_of(s, c, device_memory_bytes, runtime_bytes, graph_bytes, paged)

@@ -52,8 +52,12 @@ def provision(
     if device.kind == "cpu" and config.tp > 1:  # its ranks share the memory of the machine
         device = device.model_copy(update={"visible_bytes": device.usable_bytes // config.tp})
         pool_bytes //= config.tp
+    if world == "engine" and spec.vision is not None:
+        spec = replace(spec, vision=None)
+        reasons["vision"] = "the engine serves the text of the model; its image encoder is not loaded"
     needs = Needs(world=world, device="cpu" if device.kind == "cpu" else "cuda", dtype=dtype)
     model, _ = adapt_model(config, spec, registry, needs)
+    device = device.placed(model.weight_bytes(config.layout.tp) / config.layout.pp)
 
     length = config.max_model_len or min(model.max_context, max_request_tokens or model.max_context)
     limits = Limits(

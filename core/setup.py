@@ -59,8 +59,8 @@ class Setup:
 def groups_of(model: ModelSpec, kv_cache: KVCache) -> tuple[CacheGroup, ...]:
     """The cache groups of `model`: one of all layers when `kv_cache` keeps what has left a window."""
     if not getattr(kv_cache, "frees_windows", False):
-        return one_group(model.num_layers)
-    return cache_groups([model.window(layer) for layer in range(model.num_layers)], model.max_context)
+        return one_group(model.num_attention_layers)
+    return cache_groups(model.attention_windows, model.max_context)
 
 
 def adapt_model(
@@ -70,7 +70,7 @@ def adapt_model(
     changes: dict[str, Any] = {}
     if config.dtype != "auto":
         changes["dtype"] = canonical_dtype(config.dtype, "dtype")
-        if config.kv_dtype == "auto":
+        if config.kv_dtype == "auto" and spec.kv_dtype == spec.dtype:  # else the checkpoint sets it apart
             changes["kv_dtype"] = changes["dtype"]
     if config.kv_dtype != "auto":
         changes["kv_dtype"] = canonical_dtype(config.kv_dtype, "kv_dtype")

@@ -1,11 +1,13 @@
 """A model as numbers: shapes, formats and layer pattern, without weights.
 
 Everything that memory, work and the torch model need to know about an architecture is here, read from
-a Hugging Face `config.json` (`core/catalog.py` also reads GGUF headers into the same form).
+a Hugging Face `config.json` (`core/catalog.py` also reads GGUF headers into the same form). Parts that only some
+models have (experts, latent or linear attention, an image encoder) are in `core/model_parts.py`.
 
 Invariants
 * Frozen; techniques return changed copies (`dataclasses.replace`).
 * Sizes are in elements, bytes only where the name says so.
+* A layer is a mixer (attention, or linear attention) and an MLP, which `bare_layers` lack.
 """
 
 from __future__ import annotations
@@ -16,93 +18,9 @@ from typing import Any
 
 from twinfer.core.dtypes import canonical_dtype, dtype_bits, dtype_bytes
 from twinfer.core.errors import ConfigError, ModelError
+from twinfer.core.model_parts import LinearAttentionSpec, MLASpec, MoESpec, SparseIndexSpec, VisionSpec
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoESpec:
-    """Mixture of experts: `num_experts` routed, `top_k` active, `num_shared` always on.
-
-    `intermediate_size`: of one routed expert; `shared_intermediate_size`: of one shared expert (0: the same).
-    `dense_layers`: layers with a dense MLP besides the first `first_dense_layers`.
-    `bias`: experts and router have biases (GPT-OSS).  `score_bias`: one more value per expert (DeepSeek-V3).
-    `float32_router`: the router multiplies in float32 whatever the model's dtype (DeepSeek).
-
-    Routing: `scoring` ("softmax" or "sigmoid") of the router's outputs; the experts lie in `num_groups` groups, of
-    which `top_groups` stay, ranked by the sum of their best `group_score_top` scores; the weights of the chosen
-    experts are divided by their sum when `renormalize`, then multiplied by `scale`.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    num_shared: int = 0
-    shared_intermediate_size: int = 0
-    first_dense_layers: int = 0
-    dense_layers: tuple[int, ...] = ()
-    bias: bool = False
-    score_bias: bool = False
-    float32_router: bool = False
-    scoring: str = "softmax"
-    renormalize: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score_top: int = 1
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("top_k", 1, self.num_experts),
-            ("num_groups", 1, self.num_experts),
-            ("top_groups", 1, self.num_groups),
-            ("group_score_top", 1, self.num_experts // max(1, self.num_groups)),
-        ):
-            if not least <= getattr(self, name) <= most:
-                raise ModelError(f"{name}={getattr(self, name)} of {self.num_experts} experts must be 1 to {most}")
-        if self.num_experts % self.num_groups:
-            raise ModelError(f"num_groups={self.num_groups} does not divide the {self.num_experts} experts")
-        kept = self.num_experts // self.num_groups * self.top_groups
-        if self.top_k > kept:
-            raise ModelError(f"top_k={self.top_k} experts cannot be chosen from the {kept} of {self.top_groups} groups")
-        if self.scoring not in ("softmax", "sigmoid"):
-            raise ModelError(f"scoring={self.scoring!r} is not known; known: softmax, sigmoid")
-
-    @property
-    def shared_width(self) -> int:
-        """Columns of all shared experts, which are one MLP."""
-        return self.num_shared * (self.shared_intermediate_size or self.intermediate_size)
-
-    def experts_touched(self, tokens: int) -> float:
-        """Expected number of experts that at least one of `tokens` is routed to, routing uniform."""
-        idle = 1.0 - self.top_k / self.num_experts
-        return self.num_experts * (1.0 - idle**tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLASpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
-
-    absorbed: the cache holds one latent `[kv_lora_rank + qk_rope_head_dim]` per token, whose first part is also the
-    value; else it holds the keys and values of every head, as expanded from it.
-    interleaved: the checkpoint turns dimensions (2i, 2i + 1) together, else (i, i + qk_rope_head_dim / 2).
-    latent_norm: the latent is normed before it is stored.
-    rope_frequencies: angle per position of each of the qk_rope_head_dim / 2 pairs, None for those of the model's base
-    and scaling.  Queries are scaled by `ModelSpec.query_scale` as everywhere.
-    """
-
-    kv_lora_rank: int
-    q_lora_rank: int | None
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    absorbed: bool = True
-    interleaved: bool = True
-    latent_norm: bool = True
-    rope_frequencies: tuple[float, ...] | None = None
-
-    @property
-    def latent_dim(self) -> int:
-        """Width of what is stored per token when absorbed."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+__all__ = ["LinearAttentionSpec", "MLASpec", "MoESpec", "ModelSpec", "SparseIndexSpec", "VisionSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +37,15 @@ class ModelSpec:
     usually leave alone.
     linear_dtype: what the block linears compute in, "" for `dtype` (weight-only formats compute in `dtype`).
     kv_scale_bytes: bytes of scales that the KV format stores per token, KV head and K or V vector.
+
+    layer_kinds: the mixer of each layer, "attention" or "linear" (`linear_attention` says of what kind); empty means
+    attention everywhere.  bare_layers: layers without an MLP.
+    attention_gate: the attention output is multiplied by a sigmoid of as many numbers, projected with the queries.
+    wide_qk_norm: with `qk_norm`, one norm over all heads instead of one per head (MiniMax-M2).
+    sparse_index: queries attend to the keys it picks.
+    expert_bits: stored bits per weight of routed experts where they differ from the other linears; `weight_bits` is
+    then the average over all of them.  expert_dtype: what they compute in, "" for what the other linears do.
+    vision: an encoder whose output enters the prompt; its weights are counted with `other_params`.
     """
 
     name: str
@@ -154,11 +81,20 @@ class ModelSpec:
     norm_plus_one: bool = False
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    linear_attention: LinearAttentionSpec | None = None
+    layer_kinds: tuple[str, ...] = ()
+    bare_layers: tuple[int, ...] = ()
+    attention_gate: bool = False
+    wide_qk_norm: bool = False
+    sparse_index: SparseIndexSpec | None = None
+    vision: VisionSpec | None = None
     dtype: str = "float16"
     kv_dtype: str = "float16"
     weight_bits: float | None = None
+    expert_bits: float | None = None
     other_weight_bits: float | None = None
     linear_dtype: str = ""
+    expert_dtype: str = ""
     kv_scale_bytes: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -173,10 +109,56 @@ class ModelSpec:
             raise ModelError(
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
             )
+        if self.layer_kinds:
+            self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        if len(self.layer_kinds) != self.num_layers:
+            raise ModelError(f"{self.name}: {len(self.layer_kinds)} layer_kinds for {self.num_layers} layers")
+        if set(self.layer_kinds) - {"attention", "linear"}:
+            raise ModelError(
+                f"{self.name}: layer_kinds are 'attention' and 'linear', not {sorted(set(self.layer_kinds))}"
+            )
+        if "attention" not in self.layer_kinds:
+            raise ModelError(f"{self.name}: a model without any layer of attention is not known")
+        if "linear" in self.layer_kinds and self.linear_attention is None:
+            raise ModelError(f"{self.name}: linear layers need linear_attention to say of what kind")
+
+    # --- layers ---------------------------------------------------------------------------------
 
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer` in tokens, None for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def is_attention(self, layer: int) -> bool:
+        """Whether `layer` attends to keys and values of earlier tokens (else it carries a state)."""
+        return not self.layer_kinds or self.layer_kinds[layer] == "attention"
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """Window of each layer that keeps keys and values, in their order."""
+        return tuple(self.window(i) for i in range(self.num_layers) if self.is_attention(i))
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers that carry a state of fixed size."""
+        return self.layer_kinds.count("linear")
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with a dense MLP."""
+        return self.num_layers - len(self.bare_layers) - self.num_moe_layers
+
+    @property
+    def num_norms(self) -> int:
+        """Norms over the hidden state: of the layers, and the last one."""
+        per_half = self.norms_per_layer // 2
+        return self.num_layers * self.norms_per_layer - len(self.bare_layers) * per_half + 1
 
     @property
     def variant(self) -> str:
@@ -237,14 +219,26 @@ class ModelSpec:
         heads, key, value = self.kv_shape(tp)
         return heads * ((key + value) * dtype_bytes(kv) + (2 if value else 1) * scale)
 
+    @property
+    def index_bytes_per_token(self) -> int:
+        """Bytes one token adds to the sparse indices of all layers; every rank holds them whole."""
+        index = self.sparse_index
+        return 0 if index is None else index.layers * index.bytes_per_token
+
     def kv_bytes_per_token(self, kv_dtype: str | None = None, tp: int = 1) -> float:
-        """Bytes one token adds to the KV cache of one rank, all layers."""
-        return self.num_layers * self.kv_bytes_per_token_layer(kv_dtype, tp)
+        """Bytes one token adds to the KV cache of one rank, all layers that keep tokens, their indices included."""
+        return self.num_attention_layers * self.kv_bytes_per_token_layer(kv_dtype, tp) + self.index_bytes_per_token
+
+    def state_bytes_per_seq(self, tp: int = 1) -> float:
+        """Bytes that one sequence holds on one rank in layers of linear attention, however long it is."""
+        if self.linear_attention is None:
+            return 0.0
+        return self.num_linear_layers * self.linear_attention.state_bytes(self.dtype, tp)
 
     # --- parameters -----------------------------------------------------------------------------
 
     def attention_params(self) -> int:
-        """Weights of one layer's attention, its own norms included."""
+        """Weights of one layer's attention, its own norms included (a sparse index aside)."""
         h = self.hidden_size
         if self.mla is not None:
             m = self.mla
@@ -257,25 +251,63 @@ class ModelSpec:
             if self.attention_bias:
                 kv += m.latent_dim + (m.q_lora_rank or 0)
             return q + kv + self.num_heads * m.v_head_dim * h + (h if self.attention_out_bias else 0)
-        qkv_width = self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.v_dim)
+        qkv_width = self.qkv_width()
         n = h * qkv_width + self.num_heads * self.v_dim * h
         if self.attention_bias:
             n += qkv_width
         if self.attention_out_bias:
             n += h
         if self.qk_norm:
-            n += 2 * self.head_dim
+            n += self.head_dim * (self.num_heads + self.num_kv_heads if self.wide_qk_norm else 2)
         if self.attention_sinks:
             n += self.num_heads
         return n
 
+    def qkv_width(self) -> int:
+        """Columns of the projection in of attention with KV heads: queries, their gate, keys and values."""
+        gate = self.num_heads * self.v_dim if self.attention_gate else 0
+        return self.num_heads * self.head_dim + gate + self.num_kv_heads * (self.head_dim + self.v_dim)
+
+    def mixer_params(self) -> int:
+        """Weights of attention, linear attention and sparse indices of all layers."""
+        n = self.num_attention_layers * self.attention_params()
+        if self.linear_attention is not None:
+            n += self.num_linear_layers * self.linear_attention.params(self.hidden_size)
+        return n + self.index_params()
+
+    def index_params(self) -> int:
+        """Weights of the sparse indices of all layers."""
+        index, rank = self.sparse_index, (self.mla.q_lora_rank if self.mla else None) or self.hidden_size
+        return 0 if index is None else index.layers * index.params(self.hidden_size, rank)
+
     def is_moe(self, layer: int) -> bool:
         moe = self.moe
-        return moe is not None and layer >= moe.first_dense_layers and layer not in moe.dense_layers
+        return (
+            moe is not None
+            and layer >= moe.first_dense_layers
+            and layer not in moe.dense_layers
+            and layer not in self.bare_layers
+        )
 
     @property
     def num_moe_layers(self) -> int:
-        return sum(self.is_moe(layer) for layer in range(self.num_layers))
+        return sum(self.is_moe(layer) for layer in range(self.num_layers)) if self.moe is not None else 0
+
+    def expert_params(self) -> int:
+        """Weights of one routed expert."""
+        m, matrices = self.moe, 3 if self.gated_mlp else 2
+        if m is None:
+            return 0
+        width = m.latent_size or self.hidden_size
+        return matrices * width * m.intermediate_size + ((matrices - 1) * m.intermediate_size + width if m.bias else 0)
+
+    def router_params(self) -> int:
+        """Weights of one MoE layer that no rank can halve: router, the shared experts' gate, projections to the latent."""
+        m, h = self.moe, self.hidden_size
+        if m is None:
+            return 0
+        latent = 2 * h * m.latent_size + (h + m.latent_size if m.latent_size and self.mlp_bias else 0)
+        return m.num_experts * (h + m.bias + m.score_bias) + (h if m.shared_gate else 0) + latent
 
     def mlp_params(self, layer: int, active: bool = False) -> int:
         """Weights of one layer's MLP; with `active`, only those one token passes through."""
@@ -283,33 +315,45 @@ class ModelSpec:
         h = self.hidden_size
         if self.moe is not None and self.is_moe(layer):
             m = self.moe
-            expert = matrices * h * m.intermediate_size
-            expert += (matrices - 1) * m.intermediate_size + h if m.bias else 0
             shared = matrices * h * m.shared_width
             shared += (matrices - 1) * m.shared_width + h if m.num_shared and self.mlp_bias else 0
-            router = m.num_experts * (h + m.bias + m.score_bias)
-            return (m.top_k if active else m.num_experts) * expert + shared + router
+            return (m.top_k if active else m.num_experts) * self.expert_params() + shared + self.router_params()
+        if layer in self.bare_layers:
+            return 0
         bias = (matrices - 1) * self.intermediate_size + h if self.mlp_bias else 0
         return matrices * h * self.intermediate_size + bias
 
     def block_params(self, active: bool = False) -> int:
         """Weights of all layers (what quantizers act on; layer norms count in `other_params`)."""
-        return sum(self.attention_params() + self.mlp_params(i, active) for i in range(self.num_layers))
+        return self.mixer_params() + sum(self.mlp_params(i, active) for i in range(self.num_layers))
 
     def other_params(self) -> int:
-        """Embeddings, head (once when tied) and norms."""
-        tables = 1 if self.tie_embeddings else 2
-        norms = self.num_layers * self.norms_per_layer * self.hidden_size + self.hidden_size
-        return tables * self.vocab_size * self.hidden_size + norms
+        """Embeddings, head (once when tied), norms, and the image encoder."""
+        return self.rank_other_params(1)
 
     def num_params(self, active: bool = False) -> int:
-        """All weights; with `active`, those that one token passes through (embedding table included)."""
-        return self.block_params(active) + self.other_params()
+        """All weights; with `active`, those that one token passes through (embedding table included, image encoder not)."""
+        unseen = self.vision.params if active and self.vision else 0
+        return self.block_params(active) + self.other_params() - unseen
 
     @property
     def block_bits(self) -> float:
-        """Stored bits per weight of the block linears."""
+        """Stored bits per weight of the block linears, routed experts included."""
         return dtype_bits(self.dtype) if self.weight_bits is None else self.weight_bits
+
+    @property
+    def routed_bits(self) -> float:
+        """Stored bits per weight of routed experts."""
+        return self.block_bits if self.expert_bits is None else self.expert_bits
+
+    @property
+    def linear_bits(self) -> float:
+        """Stored bits per weight of the block linears that are no routed experts."""
+        if self.expert_bits is None or self.moe is None:
+            return self.block_bits
+        whole = self.block_params()
+        routed = self.num_moe_layers * self.moe.num_experts * self.expert_params()
+        return (whole * self.block_bits - routed * self.expert_bits) / (whole - routed)
 
     @property
     def other_bits(self) -> float:
@@ -317,8 +361,8 @@ class ModelSpec:
         return dtype_bits(self.dtype) if self.other_weight_bits is None else self.other_weight_bits
 
     def replicated_params(self) -> int:
-        """Block weights that a tensor-parallel rank holds whole: routers, MLA's down projections, norms of heads and
-        the biases of projections back (only rank 0 has those, which is the rank that is counted)."""
+        """Block weights that a tensor-parallel rank holds whole: routers, MLA's down projections, sparse indices, norms
+        of heads and the biases of projections back (only rank 0 has those, which is the rank that is counted)."""
         h, per_layer = self.hidden_size, 0
         if self.attention_out_bias:
             per_layer += h
@@ -328,15 +372,14 @@ class ModelSpec:
             per_layer += m.kv_lora_rank if m.latent_norm else 0
             if self.attention_bias:
                 per_layer += m.latent_dim + (m.q_lora_rank or 0)
-        elif self.qk_norm:
+        elif self.qk_norm and not self.wide_qk_norm:
             per_layer += 2 * self.head_dim
-        n = self.num_layers * per_layer
+        n = self.num_attention_layers * per_layer + self.index_params()
         if self.moe is not None:
             moe = self.moe
-            router = moe.num_experts * (h + moe.bias + moe.score_bias)
-            n += self.num_moe_layers * (router + (moe.num_experts * h if moe.bias else 0))
+            n += self.num_moe_layers * (self.router_params() + (moe.num_experts * h if moe.bias else 0))
         if self.mlp_bias:
-            n += (self.num_layers - self.num_moe_layers) * h
+            n += self.num_dense_layers * h
         return n
 
     def rank_block_params(self, tp: int = 1) -> float:
@@ -344,14 +387,15 @@ class ModelSpec:
         whole = self.replicated_params()
         kv_copies = 0.0
         if self.mla is None:
-            kv = self.num_layers * (self.hidden_size + self.attention_bias) * (self.head_dim + self.v_dim)
-            kv_copies = kv * (self.kv_heads_per_rank(tp) - self.num_kv_heads / tp)
+            kv = (self.hidden_size + self.attention_bias) * (self.head_dim + self.v_dim)
+            copies = self.kv_heads_per_rank(tp) - self.num_kv_heads / tp
+            kv_copies = self.num_attention_layers * kv * copies
         return (self.block_params() - whole) / tp + whole + kv_copies
 
     def rank_other_params(self, tp: int = 1) -> int:
-        """Embeddings and head of one of `tp` ranks, cut by vocabulary (padded to a multiple), and norms."""
-        norms = (self.num_layers * self.norms_per_layer + 1) * self.hidden_size
-        return (1 if self.tie_embeddings else 2) * -(-self.vocab_size // tp) * self.hidden_size + norms
+        """Embeddings and head of one of `tp` ranks, cut by vocabulary (padded to a multiple), norms and image encoder."""
+        tables = (1 if self.tie_embeddings else 2) * -(-self.vocab_size // tp) * self.hidden_size
+        return tables + self.num_norms * self.hidden_size + (self.vision.params if self.vision else 0)
 
     def weight_bytes(self, tp: int = 1) -> float:
         """Bytes of the weights one of `tp` ranks stores."""

@@ -162,6 +162,7 @@ def prepare(
         if known:
             reasons["device"] += f"; {known}"
     model, techniques = setup.model, setup.techniques
+    device = device.placed(model.weight_bytes(layout.tp) / layout.pp)  # as `provision` did
     chain = build_chain(config.op_time, device, registry, model)
     if wrap is not None:
         chain = wrap(chain)

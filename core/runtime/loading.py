@@ -270,6 +270,8 @@ def _attention(setup: Setup, registry: Registry) -> Any:
 def _torch_device(config: EngineConfig, device: DeviceSpec) -> torch.device:
     if device.kind == "cpu":
         return torch.device("cpu")
+    if device.kind == "accelerator":
+        raise ConfigError("--device", config.device, "the engine has no kernels for it", "simulate it")
     if not torch.cuda.is_available():
         raise ConfigError(
             "--device", config.device, "this machine has no such device (torch finds no GPU)",

@@ -7,9 +7,10 @@ from twinfer.plugins.attention.gqa import GQA
 from twinfer.plugins.attention.mha import MHA
 from twinfer.plugins.attention.mla import MLA
 from twinfer.plugins.attention.mqa import MQA
+from twinfer.plugins.attention.trained import Trained
 
 
 @hookimpl
 def register_attention(register: Register) -> None:
-    for technique in (MHA, GQA, MQA, MLA):
+    for technique in (MHA, GQA, MQA, MLA, Trained):
         register(technique)

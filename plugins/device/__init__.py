@@ -1,4 +1,4 @@
-"""Devices as JSON files: one file a device, in `specs/`."""
+"""Devices and links as JSON files: one file each, in `specs/` and `links/`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 class ShippedDevices(Technique):
     name = "shipped"
-    summary = "GPUs of data centres and desks, and a generic CPU, from public data sheets"
+    summary = "GPUs of data centres and desks, other accelerators, links, and a generic CPU, from public data sheets"
     path: ClassVar[Path] = Path(__file__).with_name("specs")
+    links: ClassVar[Path] = Path(__file__).with_name("links")
 
 
 @hookimpl

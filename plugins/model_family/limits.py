@@ -16,6 +16,18 @@ def reasons_against(model: ModelSpec) -> list[str]:
             f"its weights are stored as {model.extra['stored_as']}, which the engine cannot read; "
             "use a checkpoint that is not quantized, or a GGUF file"
         )
+    if model.family != "gemma3_text" and "part_of" in model.extra:
+        reasons.append(
+            f"its checkpoint is a {model.extra['part_of']}, whose text the engine cannot pick out; use one of text alone"
+        )
+    if model.linear_attention is not None:
+        reasons.append("layers of linear attention are not implemented")
+    if model.sparse_index is not None:
+        reasons.append("an index that picks the keys (sparse attention) is not implemented")
+    if model.attention_gate:
+        reasons.append("a gate on the attention output is not implemented")
+    if model.moe is not None and (model.moe.latent_size or model.moe.shared_gate):
+        reasons.append("experts on a latent, or a gate on the shared ones, are not implemented")
     if not model.gated_mlp:
         reasons.append("an MLP without gate is not implemented")
     if model.attention_sinks:

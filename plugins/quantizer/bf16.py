@@ -29,7 +29,7 @@ class BF16(Technique):
         others = model.other_params()
         head = model.vocab_size * model.hidden_size  # the rest is norms and, untied, an embedding that is only read
         bits = (16.0 * head + dtype_bits(model.dtype) * (others - head)) / others
-        return replace(model, weight_bits=16.0, other_weight_bits=bits)
+        return replace(model, weight_bits=16.0, other_weight_bits=bits, expert_bits=None, expert_dtype="")
 
     def linear(self, model: ModelSpec, device: torch.device) -> LinearFactory:
         """Packs every linear and the head."""

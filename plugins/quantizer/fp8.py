@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from twinfer.core.work import Op
-from twinfer.plugins.quantizer.what_if import KVOption, WhatIf, quantized_inputs, with_kv, with_weights
+from twinfer.plugins.quantizer.what_if import (
+    FIXED_SCALE_FLOPS,
+    TOKEN_SCALE_FLOPS,
+    KVOption,
+    WhatIf,
+    quantized_inputs,
+    with_kv,
+    with_weights,
+)
 
 if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
@@ -24,13 +32,23 @@ class FP8(WhatIf):
 
     class Options(KVOption):
         activations: bool = Field(default=True, description="compute in FP8 too; false stores weights only")
-        scales: Literal["tensor", "block"] = Field(default="tensor", description="one scale a tensor, or per 128 x 128")
+        scales: Literal["tensor", "channel", "block"] = Field(
+            default="tensor", description="one scale a tensor, a float32 per output channel, or one per 128 x 128"
+        )
+        activation_scales: Literal["dynamic", "static"] = Field(
+            default="dynamic", description="found for every token as it comes, or fixed by a calibration before"
+        )
 
     options: Options
 
     def adapt_model(self, model: ModelSpec) -> ModelSpec:
-        bits = 8 + (32 / BLOCK**2 if self.options.scales == "block" else 0.0)
-        return with_kv(with_weights(model, bits, "fp8" if self.options.activations else ""), self.options.kv)
+        scales = {"tensor": 0.0, "channel": 32 / model.hidden_size, "block": 32 / BLOCK**2}[self.options.scales]
+        return with_kv(
+            with_weights(model, 8 + scales, "fp8" if self.options.activations else ""), self.options.kv
+        )  # fmt: skip
 
     def adapt_ops(self, ops: Sequence[Op], model: ModelSpec, shape: StepShape) -> Sequence[Op]:
-        return quantized_inputs(ops, "fp8", model.dtype) if self.options.activations else ops
+        if not self.options.activations:
+            return ops
+        flops = FIXED_SCALE_FLOPS if self.options.activation_scales == "static" else TOKEN_SCALE_FLOPS
+        return quantized_inputs(ops, "fp8", model.dtype, flops)

@@ -44,6 +44,8 @@ class GGUF(Technique):
             weight_bits=_bits(linears, model.dtype),
             other_weight_bits=_bits(_stored(model, "stored_others"), model.dtype),
             linear_dtype="int8" if any(kind in HELD_BITS for kind in linears) else "",
+            expert_bits=None,
+            expert_dtype="",
         )
 
     def adapt_ops(self, ops: Sequence[Op], model: ModelSpec, shape: StepShape) -> Sequence[Op]:

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from pydantic import Field
+
+from twinfer.core.technique import Options as Base
 from twinfer.plugins.quantizer.what_if import WhatIf, with_kv
 
 if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
 
-
-class _KV(WhatIf):
-    kv: ClassVar[str]
-
-    def adapt_model(self, model: ModelSpec) -> ModelSpec:
-        return with_kv(model, self.kv)
+GROUP = "values of a vector that share a scale; 0 is "
 
 
-class KVFP8(_KV):
+class KVFP8(WhatIf):
     name = "kv-fp8"
     summary = "KV cache in 8-bit float, one scale per tensor: twice the tokens in the same memory"
     reference = "Micikevicius et al.: FP8 Formats for Deep Learning (arXiv:2209.05433)"
-    kv = "fp8"
+
+    def adapt_model(self, model: ModelSpec) -> ModelSpec:
+        return with_kv(model, "fp8")
 
 
-class KVInt8(_KV):
+class KVInt8(WhatIf):
     name = "kv-int8"
     summary = "KV cache in 8-bit integers, a float16 scale per token and head"
     reference = "Hooper et al.: KVQuant (arXiv:2401.18079)"
-    kv = "int8"
+
+    class Options(Base):
+        group_size: int = Field(default=0, ge=0, le=4096, description=GROUP + "the whole vector of a head")
+        zero_point: bool = Field(default=False, description="an offset beside every scale")
+
+    options: Options
+
+    def adapt_model(self, model: ModelSpec) -> ModelSpec:
+        return with_kv(model, "int8", self.options.group_size, self.options.zero_point)
 
 
-class KVInt4(_KV):
+class KVInt4(WhatIf):
     name = "kv-int4"
     summary = "KV cache in 4-bit integers, a float16 scale per 32 values"
     reference = "Liu et al.: KIVI (arXiv:2402.02750)"
-    kv = "int4"
+
+    class Options(Base):
+        group_size: int = Field(default=0, ge=0, le=4096, description=GROUP + "32")
+        zero_point: bool = Field(default=False, description="an offset beside every scale")
+
+    options: Options
+
+    def adapt_model(self, model: ModelSpec) -> ModelSpec:
+        return with_kv(model, "int4", self.options.group_size, self.options.zero_point)
+
+
+class KVFP4(WhatIf):
+    name = "kv-nvfp4"
+    summary = "KV cache in 4-bit floats, an FP8 scale per 16 values"
+    reference = "NVIDIA: Pretraining Large Language Models with NVFP4 (arXiv:2509.25149)"
+
+    def adapt_model(self, model: ModelSpec) -> ModelSpec:
+        return with_kv(model, "fp4")

@@ -28,7 +28,9 @@ PUBLISHED = {
     "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248, "llama-3.1-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800, "mixtral-8x7b": 46_702_792_704, "smollm2-135m": 134_515_008,
-    "gemma-3-270m": 268_098_176, "gpt-oss-20b": 20_914_757_184,
+    "gemma-3-270m": 268_098_176, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "llama-4-scout": 108_641_793_536, "llama-4-maverick": 401_583_781_376, "gemma-3-27b": 27_432_406_640,
+    "phi-4": 14_659_507_200, "qwen2.5-vl-7b": 8_292_166_656, "qwen3-vl-8b": 8_767_123_696,
 }  # fmt: skip
 """Totals of the published checkpoints (sum over the tensors of their safetensors indices or GGUF files)."""
 
@@ -37,7 +39,10 @@ ROUNDED = {
     "qwen3-235b-a22b": (235e9, 22e9), "gemma-2-9b": (9.24e9, 9.24e9), "qwen2.5-7b": (7.61e9, 7.61e9),
     "qwen2.5-72b": (72.7e9, 72.7e9), "qwen3-8b": (8.2e9, 8.2e9), "qwen3-32b": (32.8e9, 32.8e9), "phi-3-mini": (3.82e9, 3.82e9),
     "mistral-7b": (7.25e9, 7.25e9), "deepseek-v2-lite": (15.7e9, 2.4e9), "gpt-oss-20b": (20.9e9, 3.6e9),
-    "smollm2-1.7b": (1.71e9, 1.71e9), "llama-3.1-70b": (70.6e9, 70.6e9),
+    "smollm2-1.7b": (1.71e9, 1.71e9), "llama-3.1-70b": (70.6e9, 70.6e9), "qwen2.5-32b": (32.8e9, 32.8e9),
+    "kimi-k2": (1.026e12, 32e9), "nemotron-3-nano-30b": (31.6e9, 3.2e9), "mixtral-8x22b": (141e9, 39e9),
+    "llama-4-scout": (109e9, 17e9), "llama-4-maverick": (401.6e9, 17e9), "deepseek-v3.2": (671e9, 37e9),
+    "gpt-oss-120b": (116.8e9, 5.1e9),
 }  # fmt: skip
 """(total, active) as model cards state them."""
 
@@ -71,7 +76,9 @@ def test_every_shipped_spec_says_where_it_is_from_and_adds_up(name: str) -> None
 def test_the_promised_names_are_there() -> None:
     promised = """llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b
         mistral-7b mixtral-8x7b qwen2.5-7b qwen2.5-72b qwen3-8b qwen3-32b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3
-        deepseek-v2-lite gemma-2-9b gemma-3-270m phi-3-mini smollm2-135m smollm2-1.7b gpt-oss-20b"""
+        deepseek-v2-lite gemma-2-9b gemma-3-270m phi-3-mini smollm2-135m smollm2-1.7b gpt-oss-20b
+        kimi-k2 glm-4.5 llama-4-scout llama-4-maverick qwen3-next-80b qwen2.5-vl-7b qwen3-vl-8b gpt-oss-120b mixtral-8x22b
+        gemma-3-27b phi-4 qwen2.5-32b nemotron-3-nano-30b deepseek-v3.2"""
     assert set(promised.split()) == set(spec_names())
     assert spec_names() == sorted(spec_names())
 
@@ -191,7 +198,7 @@ def test_bad_config_is_a_one_line_model_error(content: object, words: str, tmp_p
     ],
 )
 def test_stored_bits_of_quantized_checkpoints(config: dict[str, object], bits: float) -> None:
-    model = spec_from_hf(small(quantization_config=config), "m")
+    model = spec_from_hf(small(torch_dtype="float32", quantization_config=config), "m")
     assert model.weight_bits == bits
     assert model.weight_bytes() == (model.block_params() * bits + model.other_params() * 32) / 8
 

@@ -25,14 +25,20 @@ NAMES = [
     "a100-sxm-80gb",
     "b200",
     "cpu",
+    "gb200",
+    "groq-lpu",
+    "h100-nvl",
     "h100-pcie",
     "h100-sxm",
     "h200-sxm",
+    "h800-sxm",
     "l4",
     "l40s",
     "mi300x",
     "rtx-4090",
     "rtx-pro-6000",
+    "sn40l",
+    "wse-3",
 ]
 
 
@@ -52,9 +58,14 @@ def test_shipped_devices() -> None:
     for device in all_devices():
         assert device.source and device.date >= "2020", device.name
         assert device.name == next(name for name, path in device_files().items() if read_device(path) == device)
+        if device.kind == "accelerator":  # nothing was measured: an upper bound of speed
+            assert not device.efficiency and device.tiers
+            continue
         assert device.efficiency and device.efficiency_source
         assert 0.9 < device.usable_bytes / device.memory_bytes < 1.08
         assert (device.price_per_hour is None) == (not device.price_source), "a price needs its source"
+        assert (device.idle_watts is None) == (not device.idle_source), "so does idle power"
+        assert bool(device.network) == bool(device.network_source)
         assert device.peak_flops["bfloat16"] == device.peak_flops["float16"]
         assert 5 < device.ridge("bfloat16") < 500
     assert "fp8" not in load_device("a100").peak_flops and "fp8" not in load_device("a10").peak_flops
@@ -159,3 +170,32 @@ def test_missing_file(missing: str) -> None:
 def test_visible_memory_falls_back_to_the_makers() -> None:
     assert DeviceSpec.model_validate(GOOD).usable_bytes == 10
     assert DeviceSpec.model_validate(GOOD | {"visible_bytes": 9}).usable_bytes == 9
+
+
+def test_weights_live_in_the_fastest_tier_that_holds_them() -> None:
+    sn40l = load_device("sn40l")
+    hbm, ddr = sn40l.tiers
+    assert (sn40l.memory_bytes, sn40l.memory_bandwidth) == (hbm.bytes, hbm.bandwidth)
+    assert sn40l.placed(16e9) == sn40l, "8B in bf16"
+    slow = sn40l.placed(140e9)
+    assert (slow.memory_bytes, slow.memory_bandwidth) == (ddr.bytes, ddr.bandwidth), "70B in bf16"
+    assert sn40l.placed(1e13).memory_bytes == ddr.bytes, "what fits nowhere is counted where most is"
+    assert load_device("h100").placed(1e12) == load_device("h100"), "one memory is one memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "bandwidth"), [("groq-lpu", 230e6, 80e12), ("wse-3", 44e9, 21e15), ("sn40l", 64e9, 25.6e12 / 16)]
+)
+def test_on_chip_designs(name: str, size: float, bandwidth: float) -> None:
+    device = load_device(name)
+    assert (device.memory_bytes, device.memory_bandwidth) == (size, bandwidth)
+
+
+def test_tiers_are_listed_from_the_fastest(tmp_path: Path) -> None:
+    tiers = [{"name": "a", "bytes": 1, "bandwidth": 1.0}, {"name": "b", "bytes": 2, "bandwidth": 2.0}]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(GOOD | {"tiers": tiers}))
+    with pytest.raises(ConfigError, match=r"tiers: .*list the fastest first"):
+        load_device(path)
+    path.write_text(json.dumps(GOOD | {"tiers": tiers[::-1]}))
+    assert [tier.name for tier in load_device(path).tiers] == ["b", "a"]

@@ -21,6 +21,7 @@ from twinfer.core.memory import (
     memory_budget,
 )
 from twinfer.core.memory_fixes import INT4_BITS
+from twinfer.core.memory_parts import why_indivisible
 from twinfer.core.setup import groups_of
 from twinfer.plugins.kv_cache.contiguous import Contiguous
 from twinfer.plugins.kv_cache.paged import Paged
@@ -97,9 +98,9 @@ def test_blocks_hold_their_tokens_with_less_than_a_block_to_spare_each(lengths: 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_shown_equations_evaluate_to_the_shown_numbers(name: str, tp: int) -> None:
     """user-demands 6."""
-    if resolve_spec(name).num_heads % tp:
-        pytest.skip("ranks do not divide the heads")
     spec = resolve_spec(name)
+    if why_indivisible(spec, tp):
+        pytest.skip("ranks cannot share the model")
     groups = groups_of(spec, Paged())
     for pinned in ({}, {"num_kv_blocks": 500 * len(groups)}, {"kv_memory_bytes": 3 * GIB}):
         found = memory_budget(

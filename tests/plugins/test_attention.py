@@ -151,3 +151,36 @@ def test_what_has_no_latents_is_refused_in_both_worlds(changes: dict[str, Any], 
     for world in ("engine", "simulator"):
         reasons = MLA.why_not(Needs(world=world, model=replace(MODEL, **changes)))
         assert len(reasons) == 1 and words in reasons[0]
+
+
+# --- as if trained so -------------------------------------------------------------------------------
+
+
+def trained(**options: Any) -> Any:
+    return Registry(entry_points=False).build("attention", Choice(name="trained", options=options))
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "values"),
+    [
+        ("llama-2-70b", "mha", 2 * 64 * 128), ("llama-2-70b", "gqa", 2 * 8 * 128), ("llama-2-70b", "mqa", 2 * 128),
+        ("llama-2-70b", "mla", 512 + 64), ("deepseek-v3", "mha", 128 * (192 + 128)), ("deepseek-v3", "gqa", 8 * 320),
+        ("qwen3-8b", "mla", 576), ("gemma-2-9b", "mqa", 2 * 256), ("gpt-oss-20b", "mla", 576),
+    ],
+)  # fmt: skip
+def test_any_model_as_if_trained_with_any_variant(model: str, variant: str, values: int) -> None:
+    from twinfer.core.catalog import resolve_spec
+    from twinfer.core.work import StepShape, step_ops
+
+    spec = trained(variant=variant).adapt_model(resolve_spec(model))
+    assert spec.kv_values_per_token_layer == values and spec.variant == variant
+    assert any(op.kind == "attention" for op in step_ops(spec, StepShape.decode(100)))
+
+
+def test_trained_is_a_question_to_the_simulator() -> None:
+    technique = trained()
+    assert technique.why_not(Needs(world="simulator", model=MODEL)) == []
+    (reason,) = technique.why_not(Needs(world="engine", model=MODEL))
+    assert "does not exist" in reason and "simulate --attention trained" in reason
+    with pytest.raises(ConfigError, match="num_kv_heads=2: does not divide the 9 query heads of m; use one of 1, 3, 9"):
+        trained(num_kv_heads=2).adapt_model(MODEL)

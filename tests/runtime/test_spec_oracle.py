@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from twinfer.core.catalog import hf_config_of, resolve_spec, spec_from_hf, spec_names
 from twinfer.core.errors import ModelError
@@ -23,22 +23,30 @@ def hf_config(name: str) -> PreTrainedConfig:
     config = copy.deepcopy(dict(hf_config_of(name) or {}))
     for ours in ("twinfer", "quantization_config"):
         config.pop(ours, None)
+    config["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
     return AutoConfig.for_model(**config)
+
+
+def weights_of(config: PreTrainedConfig) -> int:
+    """Weights of transformers' own model of `config`, which takes no memory."""
+    sees = hasattr(config, "vision_config")
+    with torch.device("meta"):
+        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config)
+    model.tie_weights()
+    # corrections of router scores are buffers there, weights of the checkpoint here
+    corrections = sum(b.numel() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    return sum(p.numel() for p in model.parameters()) + corrections
 
 
 @pytest.mark.parametrize("name", spec_names())
 def test_parameters_and_layer_pattern(name: str) -> None:
-    config = hf_config(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    spec = resolve_spec(name)
-    # DeepSeek-V3's correction of router scores is a buffer there, a weight of the checkpoint here
-    in_buffers = spec.moe.num_experts * (spec.num_layers - 3) if spec.moe and spec.moe.score_bias else 0
-    assert sum(p.numel() for p in model.parameters()) + in_buffers == spec.num_params()
-    types = getattr(config, "layer_types", None)
-    if types:
-        assert [t == "sliding_attention" for t in types] == [spec.window(i) is not None for i in range(len(types))]
+    config, spec = hf_config(name), resolve_spec(name)
+    assert weights_of(config) == spec.num_params()
+    types = getattr(config.get_text_config(), "layer_types", None)
+    if types and spec.family != "nemotron_h":  # lists mixers and MLPs one by one
+        windowed = ("sliding_attention", "chunked_attention")
+        assert [t in windowed for t in types] == [spec.window(i) is not None for i in range(len(types))]
+        assert [t != "linear_attention" for t in types] == [spec.is_attention(i) for i in range(len(types))]
 
 
 @pytest.mark.parametrize("name", spec_names())
@@ -112,3 +120,73 @@ def test_flops_of_a_forward_pass(tiny_llama_dir: Path, length: int) -> None:
     assert total([op for op in ops if op.kind == "gemm"], "flops") == counts["aten.mm"]
     ours = total([op for op in ops if op.kind == "attention"], "flops")
     assert ours / counts["aten.bmm"] == pytest.approx((length + 1) / (2 * length))
+
+
+TINY = dict(
+    vocab_size=99, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+)  # fmt: skip
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+    linear_conv_kernel_dim=4, layer_types=["linear_attention", "full_attention"] * 2,
+)  # fmt: skip
+LATENT = dict(
+    q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, n_group=1, topk_group=1, index_topk=16,
+    index_n_heads=2, index_head_dim=16, num_key_value_heads=4,
+)  # fmt: skip
+QWEN_EYES = dict(
+    depth=2, hidden_size=32, intermediate_size=40, num_heads=2, out_hidden_size=64, patch_size=4,
+    spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=16, deepstack_visual_indexes=[0],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "changes"),
+    [
+        ("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS | dict(shared_expert_intermediate_size=40, mlp_only_layers=[0])),
+        ("qwen3_next", "Qwen3NextForCausalLM", EXPERTS | DELTA | dict(shared_expert_intermediate_size=40)),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", DELTA),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", EXPERTS | DELTA | dict(shared_expert_intermediate_size=40)),
+        ("minimax_m2", "MiniMaxM2ForCausalLM", dict(num_local_experts=8, num_experts_per_tok=2)),
+        ("glm4_moe", "Glm4MoeForCausalLM", dict(
+            n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=2,
+            attention_bias=True, use_qk_norm=True, n_shared_experts=2)),
+        ("glm_moe_dsa", "GlmMoeDsaForCausalLM", LATENT | dict(first_k_dense_replace=1)),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", LATENT | dict(first_k_dense_replace=1)),
+        ("nemotron_h", "NemotronHForCausalLM", dict(
+            hybrid_override_pattern="M-MM*E*-ME", mamba_num_heads=4, mamba_head_dim=8, n_groups=2, ssm_state_size=16,
+            n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, moe_latent_size=32,
+            moe_shared_expert_intermediate_size=40)),
+        ("llama4_text", "Llama4ForCausalLM", dict(
+            num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2)),
+    ],
+)  # fmt: skip
+def test_weights_of_families_that_are_only_simulated(kind: str, architecture: str, changes: dict[str, object]) -> None:
+    config = AutoConfig.for_model(kind, **(TINY | changes))
+    spec = spec_from_hf({**config.to_dict(), "architectures": [architecture]}, "m")
+    assert spec.num_params() == weights_of(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "text", "eyes", "outer"),
+    [
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {}, QWEN_EYES, {}),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", {}, QWEN_EYES, {}),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", EXPERTS, QWEN_EYES, {}),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", DELTA, QWEN_EYES, {}),
+        ("gemma3", "Gemma3ForConditionalGeneration", dict(model_type="gemma3_text"), dict(
+            hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4,
+            vision_use_head=False), dict(mm_tokens_per_image=4)),
+        ("llama4", "Llama4ForConditionalGeneration", dict(num_local_experts=4, intermediate_size_mlp=96), dict(
+            hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4,
+            projector_input_dim=24, projector_output_dim=24, vision_output_dim=24), {}),
+    ],
+)  # fmt: skip
+def test_weights_of_models_that_see(
+    kind: str, architecture: str, text: dict[str, object], eyes: dict[str, object], outer: dict[str, object]
+) -> None:
+    config = AutoConfig.for_model(kind, text_config=TINY | text, vision_config=eyes, **outer)
+    spec = spec_from_hf({**config.to_dict(), "architectures": [architecture]}, "m")
+    assert spec.vision is not None and spec.num_params() == weights_of(config)

@@ -1,0 +1,133 @@
+"""What each layer of a Hugging Face `config.json` is: attention or linear attention, windows of chunks, an index, an MLP.
+
+Invariants
+* Nemotron-H lists mixers and MLPs one after the other; a mixer and the MLP behind it are one layer here, and a mixer
+  that another mixer follows is a layer without an MLP.
+* Attention in chunks (Llama 4) counts as a sliding window of the chunk's length: its mean is half of that, its most
+  is that, and the most is what memory must hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinfer.core.errors import ModelError
+from twinfer.core.hf_fields import Fields
+from twinfer.core.model_parts import LinearAttentionSpec, SparseIndexSpec
+
+GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+
+MIXERS = {"M": "linear", "*": "attention", "mamba": "linear", "linear_attention": "linear",
+          "attention": "attention", "full_attention": "attention"}  # fmt: skip
+MLPS = {"-": "dense", "E": "experts", "mlp": "dense", "moe": "experts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """kinds: mixer of each of `count` layers, empty for attention everywhere.  bare: layers without an MLP.
+
+    experts: layers whose MLP is of experts, None where other fields say so.
+    """
+
+    count: int
+    kinds: tuple[str, ...] = ()
+    bare: tuple[int, ...] = ()
+    experts: tuple[int, ...] | None = None
+    windows: tuple[int | None, ...] = ()
+    linear: LinearAttentionSpec | None = None
+    index: SparseIndexSpec | None = None
+
+
+def read_layers(c: Fields, family: str) -> Layers:
+    """The layers of a model of `family`."""
+    if family == "nemotron_h":
+        return _mixers_and_mlps(c)
+    count = c.count("num_hidden_layers")
+    if family in GATED_DELTA:
+        return _gated_delta(c, count)
+    if family == "llama4_text":
+        return Layers(count, windows=_chunks(c, count))
+    if family in INDEXED:
+        return Layers(count, index=_index(c, count))
+    return Layers(count)
+
+
+def _gated_delta(c: Fields, count: int) -> Layers:
+    types = c.kinds("layer_types", count)
+    if types is None:
+        every = c.count("full_attention_interval", 4, least=1)
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    unknown = sorted({*types} - {"linear_attention", "full_attention"})
+    if unknown:
+        raise ModelError(f"{c.name}: config.json has layer_types {', '.join(unknown)}, which are not known")
+    linear = LinearAttentionSpec(
+        kind="gated_delta_net",
+        key_heads=c.count("linear_num_key_heads", 16),
+        value_heads=c.count("linear_num_value_heads", 32),
+        key_dim=c.count("linear_key_head_dim", 128),
+        value_dim=c.count("linear_value_head_dim", 128),
+        conv_width=c.count("linear_conv_kernel_dim", 4),
+        state_dtype=str(c.get("mamba_ssm_dtype", "float32")),
+    )
+    return Layers(count, tuple("linear" if t == "linear_attention" else "attention" for t in types), linear=linear)
+
+
+def _mixers_and_mlps(c: Fields) -> Layers:
+    listed = c.get("layers_block_type") or c.get("layer_types") or c.get("hybrid_override_pattern")
+    if listed is None:
+        raise ModelError(f"{c.name}: config.json lacks 'hybrid_override_pattern'; give the whole file")
+    kinds: list[str] = []
+    bare: list[int] = []
+    experts: list[int] = []
+    open_mixer = False
+    for block in listed:
+        if block in MIXERS:
+            if open_mixer:
+                bare.append(len(kinds) - 1)
+            kinds.append(MIXERS[block])
+            open_mixer = True
+        elif block in MLPS and open_mixer:
+            if MLPS[block] == "experts":
+                experts.append(len(kinds) - 1)
+            open_mixer = False
+        elif block in MLPS:
+            raise ModelError(f"{c.name}: an MLP without a mixer before it is not supported")
+        else:
+            raise ModelError(f"{c.name}: block {block!r} is not known; known: {', '.join([*MIXERS, *MLPS])}")
+    if open_mixer:
+        bare.append(len(kinds) - 1)
+    linear = LinearAttentionSpec(
+        kind="mamba2",
+        key_heads=c.count("n_groups", 8),
+        value_heads=c.count("mamba_num_heads", 128),
+        key_dim=c.count("ssm_state_size", 128),
+        value_dim=c.count("mamba_head_dim", 64),
+        conv_width=c.count("conv_kernel", 4),
+        conv_bias=bool(c.get("use_conv_bias", True)),
+        proj_bias=bool(c.get("use_bias", False)),
+        state_dtype=str(c.get("mamba_ssm_cache_dtype", "float32")),
+    )
+    return Layers(len(kinds), tuple(kinds), tuple(bare), tuple(experts), linear=linear)
+
+
+def _chunks(c: Fields, count: int) -> tuple[int | None, ...]:
+    types = c.kinds("layer_types", count)
+    if types is None:
+        every = c.count("no_rope_layer_interval", 4, least=1)
+        turned = c.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+        types = ["chunked_attention" if turn else "full_attention" for turn in turned]
+    size = c.count("attention_chunk_size", least=1)
+    return tuple(size if t == "chunked_attention" else None for t in types)
+
+
+def _index(c: Fields, count: int) -> SparseIndexSpec:
+    types = c.kinds("indexer_types", count)
+    if types is None:
+        c.must_be("index_topk_freq", c.get("index_topk_freq"), None, 1)
+    return SparseIndexSpec(
+        heads=c.count("index_n_heads", least=1),
+        dim=c.count("index_head_dim", least=1),
+        top_k=c.count("index_topk", least=1),
+        layers=count if types is None else types.count("full"),
+    )
