@@ -3,7 +3,8 @@
     next limit    of the load just above the goodput: which promise breaks first, and what its requests wait for
         the KV pool is full while requests wait      memory: KV capacity
         all rows are taken while requests wait       max_num_seqs
-        else what most of the mean step's time is    prefill compute | memory bandwidth | interconnect | host
+        else what most of the mean step's time is    compute | memory bandwidth | interconnect | host
+        (of the steps in which requests waited, where a queue is what breaks it)
 
 Invariants
 * Every number says which outcome it is of; what is not known is None, never 0.
@@ -132,7 +133,9 @@ def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design) ->
         "host": "the host, its part of every step",
         "": "the length of a step",
     }  # fmt: skip
-    largest = max(breaks.parts, key=lambda part: breaks.parts[part], default="")
+    waits = goal.metric in ("ttft", "e2e") and breaks.queue_parts
+    parts = breaks.queue_parts if waits else breaks.parts
+    largest = max(parts, key=lambda part: parts[part], default="")
     queue = "queueing on " if goal.metric in ("ttft", "e2e") else ""
     return f"{name}: {queue}{words[largest]}"
 

@@ -74,7 +74,7 @@ class Outcome:
     broken so early that the run was ended.  attained: share of requests that kept every limit.
     good_tokens: output tokens per s of those.  busy: share of the time that steps ran.  sigma: relative error of
     step times.  *_full: share of the time in which requests waited and that was at its limit.
-    parts: where the time of the mean step goes, by what bounds it.
+    parts: where the time of the mean step goes, by what bounds it; queue_parts: of steps while requests waited.
     """
 
     problem: str = ""
@@ -97,6 +97,7 @@ class Outcome:
     waiting: float = 0.0
     kv_peak: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
+    queue_parts: Mapping[str, float] = field(default_factory=dict)
     watts: float | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -247,7 +248,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.requests: list[RequestRecord] = []
-        self.steps = self.rows = self.decodes = self.tokens = self.context = self.preemptions = 0
+        self.every, self.queued = Sums(), Sums()
+        self.preemptions = 0
         self.seconds = self.waiting = self.kv_full = self.rows_full = self.kv_peak = 0.0
         self.end = 0.0
         self.sigma = 0.0
@@ -258,19 +260,16 @@ class Tally:
         most = int(record.config["max_num_seqs"])
         for step in record.steps:
             self._step(step, most)
-        self.steps += len(record.steps)
         self.preemptions += sum(r.num_preemptions for r in record.requests)
         self.end = max([self.end, *(r.last_token for r in record.requests if r.last_token is not None)])
 
     def _step(self, step: StepRecord, most: int) -> None:
-        self.rows += step.num_rows
-        self.decodes += step.num_decode_rows
-        self.tokens += step.num_tokens
-        self.context += step.num_context_tokens
+        self.every.add(step)
         self.seconds += step.seconds
         filled = step.held_blocks / step.total_blocks if step.total_blocks else 0.0
         self.kv_peak = max(self.kv_peak, filled)
         if step.waiting:
+            self.queued.add(step)
             self.waiting += step.seconds
             self.kv_full += step.seconds * (filled >= FULL)
             self.rows_full += step.seconds * (step.running >= most)
@@ -286,7 +285,7 @@ class Tally:
             found = values_of(self.requests, metric)
             if found:
                 values[name] = statistic_of(found, statistic)
-        end, parts = self.end, self._parts(world)
+        end, parts, waits = self.end, self.every.parts(world), self.queued.parts(world)
         per_second = 1 / end if end > 0 else 0.0
         busy = min(1.0, self.seconds * per_second / replicas)
         served = [r for r in self.requests if r.num_output_tokens]
@@ -300,16 +299,28 @@ class Tally:
             busy=busy, sigma=self.sigma, preemptions=self.preemptions,
             kv_full=self._share(self.kv_full), rows_full=self._share(self.rows_full), waiting=self._share(self.waiting),
             kv_peak=self.kv_peak,
-            parts={} if parts is None else {
-                name: getattr(parts, name) / parts.seconds for name in ("compute", "memory", "network", "host")
-            },
+            parts=_shares(parts), queue_parts=_shares(waits),
             watts=None if parts is None else power_watts(world.device, parts.used.scaled(busy)),
         )  # fmt: skip
 
     def _share(self, seconds: float) -> float:
         return seconds / self.seconds if self.seconds else 0.0
 
-    def _parts(self, world: World) -> StepParts | None:
+
+class Sums:
+    """Rows and tokens over some steps, of which the mean step is made."""
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.decodes = self.tokens = self.context = 0
+
+    def add(self, step: StepRecord) -> None:
+        self.steps += 1
+        self.rows += step.num_rows
+        self.decodes += step.num_decode_rows
+        self.tokens += step.num_tokens
+        self.context += step.num_context_tokens
+
+    def parts(self, world: World) -> StepParts | None:
         """The mean step, taken apart; FLOPs and bytes are linear in its rows, so its sums are the run's."""
         if not self.steps:
             return None
@@ -323,6 +334,12 @@ class Tally:
             return None
         shape = StepShape(rows, max(1, decodes))
         return step_parts(world.ops_of(shape), shape, world.chain)
+
+
+def _shares(parts: StepParts | None) -> dict[str, float]:
+    if parts is None or not parts.seconds:
+        return {}
+    return {name: getattr(parts, name) / parts.seconds for name in ("compute", "memory", "network", "host")}
 
 
 # --- traffic ----------------------------------------------------------------------------------------
