@@ -69,6 +69,19 @@ def question_of(scenario: Scenario, registry: Registry) -> Question:
     return question
 
 
+def line_of(scenario: Scenario) -> str:
+    """What is asked, in one line."""
+    traffic = f"{scenario.plan_rate:g} req/s, {scenario.input_len}/{scenario.output_len} tokens"
+    if scenario.plan_trace:
+        traffic = f"{Path(scenario.plan_trace).name} × {scenario.plan_scale:g}"
+    elif scenario.spread:
+        traffic += f" ±{scenario.spread:.0%}"
+    promises = [(scenario.plan_ttft, "TTFT", "s"), (scenario.plan_tpot, "TPOT", "ms")]
+    words = [f"{name} p{scenario.plan_percentile} ≤ {limit:g} {unit}" for limit, name, unit in promises if limit]
+    devices = scenario.plan_devices.replace(",", ", ") or "all device types"
+    return " · ".join([scenario.model, traffic, *words, devices])
+
+
 def key_of(question: Question) -> str:
     """A short name of everything that decides the answer."""
     return hashlib.sha256(json.dumps(question.plain(), sort_keys=True).encode()).hexdigest()[:16]
@@ -160,8 +173,15 @@ def front_chart(fleets: Sequence[Mapping[str, Any]], rate: float) -> Chart | Non
                 "<br>next limit: %{customdata[1]}<extra></extra>",
             )  # fmt: skip
     costs, rates = [f["cost_per_hour"] for f in priced], [f["goodput"] for f in priced]
-    figure.update_xaxes(title="Cost (US$ per hour)", range=_around(costs))
-    figure.update_yaxes(title="Goodput (requests/s)", range=_around(rates))
+    across, up = _around(costs), _around(rates)
+    figure.update_xaxes(title="Cost (US$ per hour)", range=across)
+    figure.update_yaxes(title="Goodput (requests/s)", range=up)
+    for fleet in _apart(priced, across, up):
+        right = fleet["cost_per_hour"] > (across[0] + across[1]) / 2
+        figure.add_annotation(
+            x=fleet["cost_per_hour"], y=fleet["goodput"], text=escape(f"{fleet['num_devices']} {fleet['device']}"),
+            showarrow=False, xanchor="right" if right else "left", xshift=-9 if right else 9, yshift=-11, font={"size": 12},
+        )  # fmt: skip
     best = priced[0]
     alt = (
         f"Cost and goodput of {len(priced)} fleets that keep the promises at {number(rate)} requests/s. The cheapest is "
@@ -172,6 +192,20 @@ def front_chart(fleets: Sequence[Mapping[str, Any]], rate: float) -> Chart | Non
         for f in priced
     ]  # fmt: skip
     return Chart(finish(figure, 340), alt, table)
+
+
+def _apart(fleets: Sequence[Mapping[str, Any]], across: Sequence[float], up: Sequence[float]) -> list[Mapping[str, Any]]:
+    """Those of `fleets` whose names can stand beside their points without covering each other, the first ones first."""
+    kept: list[Mapping[str, Any]] = []
+    for fleet in sorted(fleets, key=lambda f: not f["on_front"]):
+        near = [
+            k for k in kept
+            if abs(k["cost_per_hour"] - fleet["cost_per_hour"]) < 0.6 * (across[1] - across[0])
+            and abs(k["goodput"] - fleet["goodput"]) < 0.09 * (up[1] - up[0])
+        ]  # fmt: skip
+        if not near:
+            kept.append(fleet)
+    return kept
 
 
 def _around(values: Sequence[float]) -> list[float]:
@@ -268,6 +302,6 @@ def change_chart(changed: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) 
 
 
 __all__ = [
-    "EXAMPLE", "change_chart", "change_rows", "fleet_rows", "front_chart", "key_of", "promise_chart", "question_of",
+    "EXAMPLE", "change_chart", "change_rows", "fleet_rows", "front_chart", "key_of", "line_of", "promise_chart", "question_of",
     "read_answer",
 ]  # fmt: skip

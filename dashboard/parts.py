@@ -65,8 +65,8 @@ def setting(name: str) -> None:
     )
 
 
-def scenario_bar(resources: Resources) -> None:
-    """One line that says what is asked, and the form behind it."""
+def scenario_bar(resources: Resources, line: str = "") -> None:
+    """One line that says what is asked (`line`, else the scenario's own), and the form behind it."""
     current = session.scenario()
     with st.container(horizontal=True, vertical_alignment="center", key="scenario-bar"):
         with st.popover("Model and workload", icon=":material/tune:"):
@@ -74,7 +74,7 @@ def scenario_bar(resources: Resources) -> None:
         with st.popover("Link", icon=":material/link:", help="The address of this view"):
             st.caption("Opens this scenario and view in another tab of this machine.")
             st.code(session.link(), language=None, wrap_lines=True)
-        st.markdown(plain(current.line()))
+        st.markdown(plain(line or current.line()))
 
 
 def _workload_form(resources: Resources) -> None:

@@ -207,7 +207,7 @@ def _what_if(evaluator: Evaluator, drive: _Drive, best: Found) -> list[dict[str,
         "memory bandwidth -10 %": needed(design, n, question, question.goals, bandwidth=0.9),
         "promises 20 % tighter": needed(design, n, question, tighter),
         "promises 20 % looser": needed(design, n, question, looser),
-        f"steps {width - 1:.0%} slower (end of the 80 % band)": needed(design, n, question, question.goals, steps=width),
+        f"steps {100 * (width - 1):.0f} % slower (end of the 80 % band)": needed(design, n, question, question.goals, steps=width),
     }  # fmt: skip
     answers = drive.run(cases)
     price = evaluator.devices[design.device].price_per_hour

@@ -187,7 +187,7 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
     stopped = "" if complete else " of those searched before the stop"
     return (
         f"{start}{stopped} for {question.model} at {rate:.3g} requests/s is {best.label}: {money}, {kept}, "
-        f"{best.busy:.0%} busy; {limit}."
+        f"{1 / (1 + best.headroom):.0%} of its goodput in use; {limit}."
     )
 
 

@@ -25,7 +25,7 @@ class CapacityPage(Page):
 
     def render(self, resources: Resources) -> None:
         parts.heading("Capacity", "How many of which devices for this traffic and these promises, at what cost?")
-        parts.scenario_bar(resources)
+        parts.scenario_bar(resources, capacity.line_of(session.scenario()))
         _form(resources)
         question = None
         try:
@@ -70,13 +70,6 @@ def _search_bar(resources: Resources, question: Question | None, busy: bool) -> 
             "Example: 70B chat", key="plan-example", on_click=session.edit, kwargs=dict(capacity.EXAMPLE),
             help="Llama-3.1-70B, 6 requests/s of 1,000 tokens in and 200 out, TTFT p95 1 s, TPOT p95 50 ms",
         )  # fmt: skip
-        scenario = session.scenario()
-        if scenario.plan_trace:
-            st.caption(
-                f"Arrivals and lengths of {parts.plain(scenario.plan_trace)}, {scenario.plan_scale:g} times its rate."
-            )
-        else:
-            st.caption(f"{scenario.plan_rate:g} requests/s, {scenario.input_len}/{scenario.output_len} tokens.")
 
 
 def _start(resources: Resources, question: Question) -> None:
@@ -129,7 +122,7 @@ def _answer(found: dict[str, Any]) -> None:
         st.info("The search was stopped before a device type was searched to the end.")
         return
     fleets = answer["fleets"]
-    (st.success if fleets else st.warning)(parts.plain(answer["sentence"]))
+    (st.info if fleets else st.warning)(parts.plain(answer["sentence"]))
     if not found["complete"]:
         st.warning("The search was stopped: devices that are missing may be cheaper.")
     if fleets:
