@@ -194,7 +194,9 @@ def front_chart(fleets: Sequence[Mapping[str, Any]], rate: float) -> Chart | Non
     return Chart(finish(figure, 340), alt, table)
 
 
-def _apart(fleets: Sequence[Mapping[str, Any]], across: Sequence[float], up: Sequence[float]) -> list[Mapping[str, Any]]:
+def _apart(
+    fleets: Sequence[Mapping[str, Any]], across: Sequence[float], up: Sequence[float]
+) -> list[Mapping[str, Any]]:
     """Those of `fleets` whose names can stand beside their points without covering each other, the first ones first."""
     kept: list[Mapping[str, Any]] = []
     for fleet in sorted(fleets, key=lambda f: not f["on_front"]):
@@ -248,15 +250,19 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
                      "color": theme.QUIET},
             hovertemplate="%{customdata[0]}<br>" + _title(goal) + " %{customdata[1]} ms, %{x:.3~g} % of the promise<extra></extra>",
         )  # fmt: skip
-    figure.add_vline(x=100, line={"color": theme.LOSS, "width": 1.5, "dash": "dot"})
+    figure.add_scatter(
+        x=[100, 100], y=[-0.5, len(fleets) - 0.5], mode="lines", name="the promise", hovertemplate="the promise<extra></extra>",
+        line={"color": theme.LOSS, "width": 1.5, "dash": "dot"},
+    )  # fmt: skip
     figure.update_yaxes(
         tickmode="array", tickvals=list(range(len(fleets))), range=[len(fleets) - 0.45, -0.55],
         ticktext=[escape(short(f"{f['replicas']} x {f['device']}", 22)) for f in fleets],
     )  # fmt: skip
+    marks = [t for t in figure.data if t.mode == "markers"]
     highest = max(
-        (float(v) + float(u) for t in figure.data for v, u in zip(t.x, t.error_x.array, strict=True)), default=100.0
+        (float(v) + float(u) for t in marks for v, u in zip(t.x, t.error_x.array, strict=True)), default=100.0
     )
-    figure.update_xaxes(title="Share of the promise (%)", range=[0, max(110.0, 1.04 * highest)])
+    figure.update_xaxes(title="Share of the promise (%)", range=[0, max(110.0, 1.04 * highest)], rangemode="tozero")
     tight = max(table, key=lambda r: r["predicted (s)"], default=None)
     alt = (
         f"How much of its promises each of {len(fleets)} fleets uses up, with the 80 percent band; the line at 100 percent "

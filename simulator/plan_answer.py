@@ -112,7 +112,7 @@ def _value(outcome: Outcome | None, name: str) -> float | None:
 def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design) -> str:
     """What stops a fleet whose outcome just above its goodput is `breaks`."""
     if breaks is None:
-        return "none up to 4 times the traffic"
+        return "none up to 16 times the traffic"
     if breaks.failed:
         return f"memory: requests cannot be served ({breaks.failed_why})"
     broken = breaks.broken(goals)

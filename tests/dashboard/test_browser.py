@@ -30,7 +30,9 @@ FLAGS = (
 SMALL = "num_requests=4&output_len=8&input_len=16&spread=0&v=1"
 LONG = "num_requests=60000&output_len=64&input_len=16&spread=0&v=1"
 WIDTHS = {"desktop": (1440, 2400), "phone": (390, 3800)}
-KNOWN_404 = re.compile(r"/(techniques|compare)/_stcore/(health|host-config)$")  # streamlit's own, on a deep link
+KNOWN_404 = re.compile(
+    r"/(techniques|compare|capacity)/_stcore/(health|host-config)$"
+)  # streamlit's own, on a deep link
 
 
 @pytest.fixture(scope="module")
@@ -359,3 +361,47 @@ def test_ctrl_enter_runs(tab):
     t.page.keyboard.press("Control+Enter")
     t.wait_for_text(r"(Loading|Measuring|Predicting|Starting|Waiting|runs in)")
     t.page.wait_for_function("new URLSearchParams(location.search).has('job')")
+
+
+FLEETS = (
+    "model=llama-3.1-8b&plan_devices=a100-sxm-80gb,h100-sxm&plan_rate=20&plan_requests=30&input_len=400&output_len=8"
+    "&spread=0&plan_ttft=0.5&plan_tpot=0&plan_percentile=90&v=1"
+)
+
+
+def test_a_capacity_search_is_cancelled_made_and_shown(tab, browser: Any, server: Server):
+    t = tab(height=2600)
+    t.open(f"capacity?{FLEETS.replace('plan_requests=30', 'plan_requests=100000')}")
+    t.page.get_by_role("button", name="Search").click()
+    t.wait_for_text(r"Searching|Loading|Starting")
+    t.page.get_by_role("button", name="Cancel").click()
+    t.wait_for_text(r"cancelled", 40)
+    t.page.get_by_role("button", name="Dismiss").click()
+    t.settle()
+    t.page.get_by_text("Trace and size of the search").click()
+    t.page.get_by_role("spinbutton", name="Requests tried").fill("30")
+    t.page.get_by_role("spinbutton", name="Requests tried").press("Enter")
+    t.wait_for_query("plan_requests", "30")
+    t.settle()
+    t.page.keyboard.press("Control+Enter")
+    text = t.wait_for_text(r"The cheapest fleet|failed|No fleet", 90)
+    assert "The cheapest fleet for llama-3.1-8b" in text and re.search(r"next limit|no limit", text)
+    t.settle()
+    t.assert_clean()
+    link = t.page.url.split("/", 3)[3]
+    for width, height in WIDTHS.values():
+        for scheme in ("light", "dark"):
+            if (width < 500) == (scheme == "dark"):
+                other = tab(width=width, height=height, scheme=scheme)
+                other.open(link)
+                other.page.wait_for_function(
+                    "document.querySelectorAll('.js-plotly-plot .main-svg').length > 4", timeout=30_000
+                )
+                other.settle()
+                assert not other.page.evaluate("document.documentElement.scrollWidth > innerWidth + 1")
+                found = other.page.evaluate(LINT)
+                assert len(found) == 3
+                for chart in found:
+                    assert chart["problems"] == [] and len(chart["label"]) > 40, chart
+                assert other.page.evaluate(OVERLAP) == []
+                other.assert_clean()

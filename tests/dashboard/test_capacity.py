@@ -91,7 +91,8 @@ def test_front_chart_shows_cost_and_goodput_of_priced_fleets(found: dict[str, An
 def test_promise_chart_shows_shares_of_the_promise_and_cuts_bands(found: dict[str, Any]) -> None:
     fleets = found["answer"]["fleets"]
     chart = capacity.promise_chart(fleets, GOALS)
-    (trace,) = chart.figure.data
+    trace, promise = chart.figure.data
+    assert list(promise.x) == [100, 100]
     assert list(trace.x) == pytest.approx([100 * f["values"]["ttft.p90"] / 0.5 for f in fleets])
     assert all(0 <= x <= 100 for x in trace.x), "a fleet that is proposed keeps its promises"
     assert all(x + up <= 200 + 1e-9 for x, up in zip(trace.x, trace.error_x.array, strict=True))
@@ -187,7 +188,7 @@ def test_a_deep_link_shows_the_stored_answer(page, tmp_path: Path, scenario: Sce
     assert found["answer"]["sentence"] in shown and "simulated" in shown
     assert at.multiselect(key="w_plan_devices").value == ["l40s", "h100-sxm"]
     spec = json.loads(at.get_by_key("chart-promises").proto.spec)
-    assert len(spec["data"]) == 1 and at.get_by_key("chart-promises").proto.alt
+    assert len(spec["data"]) == 2 and at.get_by_key("chart-promises").proto.alt
     assert json.loads(at.get_by_key("chart-front").proto.spec)["data"]
     at.number_input(key="w_plan_rate").set_value(21.0).run()
     assert not at.exception and "No search was made for this yet" in texts(at)

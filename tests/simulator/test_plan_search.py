@@ -161,4 +161,4 @@ def test_the_next_limit_is_what_requests_wait_for() -> None:
         "TPOT p95: memory bandwidth"
     )
     assert "interconnect" in limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"network": 0.9, "memory": 0.1})
-    assert "up to 4 times" in next_limit(None, goals, design)
+    assert "up to 16 times" in next_limit(None, goals, design)
