@@ -9,12 +9,14 @@ import typer
 
 from twinfer.cli import show
 from twinfer.cli.flags import Scenario, ScenarioCommand, takes_scenario
+from twinfer.cli.fleet_flags import FleetFlags, takes_fleet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twinfer.cli.session import Session
     from twinfer.core.config import EngineConfig
+    from twinfer.core.fleet import Fleet
     from twinfer.core.records import RunRecord
     from twinfer.core.run_store import RunStore
     from twinfer.core.workload import Encode, Workload
@@ -28,7 +30,7 @@ _OF_STORED = ("runs_dir", "as_json", "save", "name")
 
 def add_commands(app: typer.Typer) -> None:
     app.command("run", cls=ScenarioCommand)(takes_scenario(run))
-    app.command("simulate", cls=ScenarioCommand)(takes_scenario(simulate))
+    app.command("simulate", cls=ScenarioCommand)(takes_scenario(takes_fleet(simulate)))
     app.command("compare", cls=ScenarioCommand)(takes_scenario(compare))
 
 
@@ -59,8 +61,8 @@ def run(ctx: typer.Context, scenario: Scenario) -> None:
     _finish(execute("engine", scenario, on_answer), scenario, answers)
 
 
-def simulate(ctx: typer.Context, scenario: Scenario) -> None:
-    """Predict a run: no weights, no GPU, the same scheduler and KV cache as the engine.
+def simulate(ctx: typer.Context, scenario: Scenario, fleet: FleetFlags) -> None:
+    """Predict a run: no weights, no GPU, the same scheduler and KV cache as the engine; of one engine, or of a fleet.
 
     Examples:
 
@@ -70,9 +72,11 @@ def simulate(ctx: typer.Context, scenario: Scenario) -> None:
 
     twinfer simulate --model qwen2.5-7b --device a100-sxm-80gb --trace azure.csv --scheduler continuous:chunk_size=512
 
+    twinfer simulate --model llama-3.1-8b --device h100-sxm --replicas 4 --router prefix_aware --rate 60
+
     With --json: the run's record; its `metrics` also stand at the top level.
     """
-    _finish(execute("simulator", scenario), scenario)
+    _finish(execute("simulator", scenario, fleet=fleet), scenario)
 
 
 def compare(
@@ -168,7 +172,9 @@ def _latest_of(store: RunStore, measured: RunRecord) -> RunRecord:
     return store.load("latest", "simulator")
 
 
-def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -> RunRecord:
+def execute(
+    world: str, scenario: Scenario, on_answer: OnAnswer | None = None, fleet: FleetFlags | None = None
+) -> RunRecord:
     """The scenario in one world, with progress, until it is done or Ctrl-C is pressed."""
     from twinfer.core.errors import ConfigError, EngineError
     from twinfer.core.run_store import RunStore
@@ -178,8 +184,9 @@ def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -
     if scenario.save:
         RunStore(scenario.runs_dir).check_writable()
     try:
-        record = start(world, "running" if world == "engine" else "simulating", scenario.config(), scenario.workload(),
-                       scenario.session, on_answer)  # fmt: skip
+        config = scenario.config()
+        record = start(world, "running" if world == "engine" else "simulating", config, scenario.workload(),
+                       scenario.session, on_answer, fleet.fleet(config) if fleet is not None else None)  # fmt: skip
     except EngineError as error:
         if error.record is not None and _save(error.record, scenario) is not None:
             show.note(f"what was done until the engine broke is saved as {error.record.id}")
@@ -191,9 +198,11 @@ def execute(world: str, scenario: Scenario, on_answer: OnAnswer | None = None) -
 
 def start(
     world: str, label: str, config: EngineConfig, workload: Workload, session: Session,
-    on_answer: OnAnswer | None = None,
+    on_answer: OnAnswer | None = None, fleet: Fleet | None = None,
 ) -> RunRecord:  # fmt: skip
-    """A run in `world`, "engine" or "simulator"; texts are encoded in both, where the model's tokenizer is at hand.
+    """A run in `world`, "engine" or "simulator", there of a fleet if one is given.
+
+    Texts are encoded in both, where the model's tokenizer is at hand.
 
     on_answer(prompt, text) is called by the engine for each request, after the run.
     """
@@ -205,12 +214,18 @@ def start(
                 config, workload, session.registry, on_progress=on_progress, should_stop=should_stop,
                 on_answer=on_answer,
             )  # fmt: skip
+        encode = _encoder(config.model) if workload.prompts or workload.trace else None
+        if fleet is not None:
+            from twinfer.simulator.fleet_run import simulate_fleet
+
+            return simulate_fleet(
+                fleet, workload, session.registry, on_progress=on_progress, should_stop=should_stop, encode=encode
+            )
         from twinfer.simulator.run import simulate as predict
 
         return predict(
-            config, workload, session.registry, on_progress=on_progress, should_stop=should_stop,
-            encode=_encoder(config.model) if workload.prompts or workload.trace else None,
-        )  # fmt: skip
+            config, workload, session.registry, on_progress=on_progress, should_stop=should_stop, encode=encode
+        )
 
 
 def _encoder(model: str) -> Encode | None:

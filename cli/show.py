@@ -34,7 +34,9 @@ _TITLES = {
     "request_throughput": "requests", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E",
     "peak_kv_bytes": "peak KV", "kv_waste": "KV waste", "num_preemptions": "preemptions",
     "num_swaps": "of them swapped",
-    "duration": "duration", "prefix_cache_hit_rate": "prefix cache hits",
+    "duration": "duration", "prefix_cache_hit_rate": "prefix cache hits", "replica_seconds": "replicas x time",
+    "num_failures": "failures", "num_reroutes": "requests routed again", "kv_transfer_bytes": "KV handed over",
+    "tier_bytes": "KV loaded from tiers", "tier_loads": "loads from tiers",
 }  # fmt: skip
 
 
@@ -100,13 +102,13 @@ def percent(value: float | None, signed: bool = False) -> str:
 def metric(name: str, value: float | None) -> str:
     """A metric of `core/records.py` with its unit; `name` may be dotted."""
     head = name.partition(".")[0]
-    if head in _LATENCIES or head == "duration":
+    if head in _LATENCIES or head in ("duration", "replica_seconds", "kv_transfer"):
         return seconds(value)
     if head in ("output_throughput", "total_throughput"):
         return "not measured" if value is None else f"{number(value)} tok/s"
     if head == "request_throughput":
         return "not measured" if value is None else f"{number(value)} /s"
-    if head == "peak_kv_bytes":
+    if head in ("peak_kv_bytes", "kv_transfer_bytes", "tier_bytes"):
         return size(value)
     if head in ("kv_waste", "prefix_cache_hit_rate"):
         return percent(value)
@@ -151,13 +153,37 @@ def record_tables(record: RunRecord) -> list[Table]:
             continue
         row = [title(name), metric(name, metrics.get(name)), between(name, record.intervals.get(name))]
         numbers.add_row(*row[: 3 if banded else 2])
+    for name in ("replica_seconds", "num_failures", "num_reroutes", "kv_transfer_bytes", "tier_loads", "tier_bytes"):
+        if metrics.get(name):  # of a fleet
+            numbers.add_row(title(name), metric(name, metrics[name]))
     done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"
     numbers.add_row("completed", done if record.complete else f"{done}, stopped early")
     latencies = new_table("", "", *_STATISTICS)
     for name in _LATENCIES:
         values = metrics.get(name)
         latencies.add_row(title(name), *([seconds(values[s]) for s in _STATISTICS] if values else ["not measured"]))
-    return [numbers, latencies]
+    replicas = replica_table(record)
+    return [numbers, latencies] if replicas is None else [numbers, latencies, replicas]
+
+
+def replica_table(record: RunRecord) -> Table | None:
+    """One line for each replica of a fleet, None for a single engine."""
+    replicas = record.metrics.get("replicas")
+    if not replicas:
+        return None
+    columns = ("requests", "output", "TTFT p50", "TTFT p95", "TPOT p50", "busy", "peak KV", "preemptions", "hits")
+    several = len({r["pool"] for r in replicas}) > 1
+    failed = any(r["num_failures"] for r in replicas)
+    table = new_table("", "replica", *(["pool"] if several else []), *columns, *(["failures"] if failed else []))
+    for r in replicas:
+        ttft, tpot = r.get("ttft") or {}, r.get("tpot") or {}
+        table.add_row(
+            str(r["replica"]), *([r["pool"]] if several else []), number(r["num_requests"]),
+            metric("output_throughput", r["output_throughput"]), seconds(ttft.get("p50")), seconds(ttft.get("p95")),
+            seconds(tpot.get("p50")), percent(r["busy"]), size(r["peak_kv_bytes"]), number(r["num_preemptions"]),
+            percent(r["prefix_cache_hit_rate"]), *([number(r["num_failures"])] if failed else []),
+        )  # fmt: skip
+    return table
 
 
 def comparison_table(comparison: Comparison, names: Sequence[str] | None = None) -> Table:

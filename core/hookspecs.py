@@ -52,7 +52,7 @@ def register_scheduler(register: Register) -> None:
 
 @hookspec
 def register_router(register: Register) -> None:
-    """Routers over replicas of a cluster. Phase: load; once; may not block."""
+    """Routers over replicas of a fleet (`twinfer.core.routing.Router`). Phase: load; once; may not block."""
 
 
 @hookspec

@@ -44,6 +44,7 @@ class StepRecord:
     swapped_out_blocks: int = 0  # KV moved to host memory
     swapped_in_blocks: int = 0
     ops: Mapping[str, float] = field(default_factory=dict)  # seconds by op name
+    replica: int = 0  # of a fleet
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class RequestRecord:
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept the KV in host memory
     itl: list[float] = field(default_factory=list)
+    replica: int = 0  # of a fleet: the one that ended it
 
     @property
     def ttft(self) -> float | None:

@@ -2,6 +2,7 @@
 
 BUILTINS = (
     "twinfer.plugins.scheduler",
+    "twinfer.plugins.router",
     "twinfer.plugins.kv_cache",
     "twinfer.plugins.attention",
     "twinfer.plugins.model_family",

@@ -1,4 +1,4 @@
-"""Kits that show whether a scheduler or a KV cache keeps its contract; `twinfer plugins check` runs them.
+"""Kits that show whether a scheduler, a KV cache or a router keeps its contract; `twinfer plugins check` runs them.
 
 A third party subclasses a kit in a test file and pytest runs every `test_` method:
 
@@ -8,11 +8,12 @@ A third party subclasses a kit in a test file and pytest runs every `test_` meth
         technique = MyScheduler
         options = {"patience": 2.0}
 
-Each kit plays random but repeatable traffic (shared prefixes, priorities, several samples, aborts, pools from
-ample to a few blocks, one or two steps in flight) through a real `Core` and calls `audit()` after every event.
+Those of schedulers and KV caches play random but repeatable traffic (shared prefixes, priorities, several samples,
+aborts, pools from ample to a few blocks, one or two steps in flight) through a real `Core` and call `audit()` after
+every event; that of routers asks about random fleets.
 
 Invariants
-* A kit has no expectations beyond `core/policy.py`: any order of service is fine, if every request ends,
+* A kit has no expectations beyond `core/policy.py` and `core/routing.py`: any order of service is fine, if every request ends,
   equal views get equal answers and nothing but the answer changes.
 * A failure is a `ConformanceError` that tells the seed, so that it can be played again.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from twinfer.core.config import Choice
@@ -224,7 +225,7 @@ def _state(core: Core) -> list[tuple[Any, ...]]:
 
 
 class _Kit:
-    """What both kits share."""
+    """What the kits share."""
 
     technique: ClassVar[type[Any]]
     options: ClassVar[Mapping[str, Any]] = {}
@@ -235,6 +236,19 @@ class _Kit:
         cls = type(self).technique
         choice = Choice(name=cls.name, options=dict(self.options))
         return cls(validate_options(cls.name, choice, cls.Options))
+
+    def test_declaration(self) -> None:
+        """A name, a summary and options that have defaults and descriptions: what lists and controls are made of."""
+        cls = type(self).technique
+        require(cls.summary and "\n" not in cls.summary, f"{cls.name}: summary must be one line of text")
+        cls.Options()  # raises when an option has no default
+        for name, info in cls.Options.model_fields.items():
+            require(info.description, f"{cls.name}: option {name} has no description")
+        self.build()
+
+
+class _PlayedKit(_Kit):
+    """What the kits of schedulers and KV caches share."""
 
     def traffic(self, seed: int, tight: bool, prefix: str = "r") -> Traffic:
         """The script of `seed`."""
@@ -249,15 +263,6 @@ class _Kit:
         player = Player(traffic, *self.parts(traffic), where=type(self).technique.name)
         player.checks_policy = checks_policy
         return player.play()
-
-    def test_declaration(self) -> None:
-        """A name, a summary and options that have defaults and descriptions: what lists and controls are made of."""
-        cls = type(self).technique
-        require(cls.summary and "\n" not in cls.summary, f"{cls.name}: summary must be one line of text")
-        cls.Options()  # raises when an option has no default
-        for name, field in cls.Options.model_fields.items():
-            require(field.description, f"{cls.name}: option {name} has no description")
-        self.build()
 
     def test_every_request_is_served_when_memory_is_ample(self) -> None:
         for seed in self.seeds:
@@ -288,7 +293,7 @@ class _Kit:
             require(plans == renamed, f"{self.technique.name}, seed {seed}: plans depend on the names of requests")
 
 
-class SchedulerKit(_Kit):
+class SchedulerKit(_PlayedKit):
     """Contract of `twinfer.core.policy.Scheduler`."""
 
     def parts(self, traffic: Traffic) -> tuple[Any, Any]:
@@ -310,7 +315,7 @@ class SchedulerKit(_Kit):
             require(not missing, f"{self.technique.name} on contiguous, seed {seed}: {missing} never ended")
 
 
-class KVCacheKit(_Kit):
+class KVCacheKit(_PlayedKit):
     """Contract of `twinfer.core.policy.KVCache`."""
 
     def traffic(self, seed: int, tight: bool, prefix: str = "r") -> Traffic:
@@ -393,13 +398,81 @@ class KVCacheKit(_Kit):
         require(fed == expected, f"{cache.name}: the second of two equal prompts fed {fed} tokens, expected {expected}")
 
 
+@dataclass(slots=True)
+class ReplicaFacts:
+    """A replica as facts alone, for asking routers (`core/routing.py`, ReplicaView); prefixes by request id."""
+
+    index: int
+    num_requests: int = 0
+    num_tokens: int = 0
+    last_pick: int = -1
+    num_blocks: int = 100
+    free_blocks: int = 100
+    block_size: int = 16
+    routed: Mapping[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = field(default_factory=dict)
+
+    def routed_tokens(self, request: Request) -> int:
+        return self.routed.get(request.id, 0)
+
+    def cached_tokens(self, request: Request) -> int:
+        return self.cached.get(request.id, 0)
+
+
+class RouterKit(_Kit):
+    """Contract of `twinfer.core.routing.Router`."""
+
+    def fleets(self) -> Iterator[tuple[int, list[Request], list[ReplicaFacts]]]:
+        """(seed, requests, replicas): from one replica to many, idle to full, with gaps between their indices."""
+        for seed in self.seeds:
+            rng = random.Random(seed)
+            requests = [Request(id=f"r{i}", prompt=range(i, i + rng.randint(1, 400))) for i in range(8)]
+            indices = sorted(rng.sample(range(20), rng.choice((1, 2, 3, 8))))
+            idle = rng.random() < 0.25
+            replicas = [ReplicaFacts(index) for index in indices]
+            for number, r in enumerate(replicas):
+                if not idle:
+                    r.num_requests, r.num_tokens = rng.randint(0, 30), rng.randint(0, 9000)
+                    r.last_pick, r.free_blocks = rng.choice((-1, number)), rng.randint(0, 100)
+                    r.routed = {q.id: rng.choice((0, 0, len(q.prompt) // 2)) for q in requests}
+                    r.cached = {q.id: rng.choice((0, 0, len(q.prompt) - 1)) for q in requests}
+            yield seed, requests, replicas
+
+    def test_it_picks_one_of_the_views(self) -> None:
+        name = type(self).technique.name
+        for seed, requests, replicas in self.fleets():
+            router = self.build()
+            for request in requests:
+                picked = router.pick(request, replicas)
+                known = [r.index for r in replicas]
+                require(picked in known, f"{name}, seed {seed}: picked {picked!r}, the views are {known}")
+
+    def test_answers_are_a_pure_function_of_the_views(self) -> None:
+        """Asked twice, asked by another instance, asked about others in between: always the same."""
+        name = type(self).technique.name
+        for seed, requests, replicas in self.fleets():
+            router, twin = self.build(), self.build()
+            before = copy.deepcopy(replicas), copy.deepcopy(vars(router))
+            first = [router.pick(request, replicas) for request in requests]
+            again = [router.pick(request, replicas) for request in reversed(requests)][::-1]
+            other = [twin.pick(request, replicas) for request in requests]
+            require(first == again == other, f"{name}, seed {seed}: equal views got different answers")
+            require(before[0] == replicas, f"{name}, seed {seed}: the router changed a view")
+            require(before[1] == vars(router), f"{name}, seed {seed}: the router keeps state between calls")
+
+    def test_the_prefix_block_is_a_count(self) -> None:
+        block = getattr(self.build(), "prefix_block", 0)
+        ok = isinstance(block, int) and not isinstance(block, bool) and block >= 0
+        require(ok, f"{type(self).technique.name}: prefix_block is {block!r}; give a number of tokens, 0 for none")
+
+
 def _parse(plan: str) -> Any:
     import json
 
     return json.loads(plan)
 
 
-KITS: Mapping[str, type[_Kit]] = {"scheduler": SchedulerKit, "kv_cache": KVCacheKit}
+KITS: Mapping[str, type[_Kit]] = {"scheduler": SchedulerKit, "kv_cache": KVCacheKit, "router": RouterKit}
 
 
 def check(kind: str, technique: type[Any], options: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -416,4 +489,7 @@ def check(kind: str, technique: type[Any], options: Mapping[str, Any] | None = N
     return results
 
 
-__all__ = ["KITS", "ConformanceError", "KVCacheKit", "Played", "Player", "SchedulerKit", "Traffic", "check", "require"]
+__all__ = [
+    "KITS", "ConformanceError", "KVCacheKit", "Played", "Player", "ReplicaFacts", "RouterKit", "SchedulerKit", "Traffic", "check",
+    "require",
+]  # fmt: skip

@@ -35,6 +35,9 @@ class SimInbox:
         self._events: list[Event] = []
         self._bell: simpy.Event | None = None
         self.closed = False
+        self.failed = False
+        self.settle: Callable[[], None] = _nothing
+        """Bring the core up to this moment: for a driver that takes several steps as one and is looked into meanwhile."""
 
     def put(self, event: Event) -> None:
         self._events.append(event)
@@ -42,6 +45,12 @@ class SimInbox:
 
     def close(self) -> None:
         self.closed = True
+        self.ring()
+
+    def fail(self) -> None:
+        """The engine breaks at this moment: the step in progress is lost, nothing more is read or told."""
+        self.settle()
+        self.failed = True
         self.ring()
 
     def drain(self) -> list[Event] | None:
@@ -61,6 +70,10 @@ class SimInbox:
         if self._events:
             self._bell.succeed()
         return self._bell
+
+
+def _nothing() -> None:
+    """A core that is stepped one by one is always as of now."""
 
 
 def arrivals(
@@ -108,6 +121,8 @@ def engine(
         def done(event: simpy.Event) -> None:
             nonlocal running
             running -= 1
+            if inbox.failed:
+                return
             result = event.value
             if recorder is not None:
                 recorder.step(plan, result, begin, env.now)
@@ -124,6 +139,8 @@ def engine(
             return
         answer = None
         if isinstance(effect, Drain):
+            if inbox.failed:
+                return
             answer = inbox.drain()
             if answer is None and running:
                 answer = []  # closed, but a step is still out

@@ -67,6 +67,16 @@ class CostExecutor:
         pass
 
     @property
+    def seconds(self) -> float:
+        """Seconds of all steps so far (before scaling)."""
+        return self._seconds
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviations of all steps so far, added up."""
+        return self._sigma
+
+    @property
     def relative_sigma(self) -> float:
         """Standard deviation of the run's summed step time over that sum."""
         return self._sigma / self._seconds if self._seconds else 0.0

@@ -91,8 +91,14 @@ def simulate(
     on_progress = on_progress or (lambda done, total, info: None)
     record, sigma = run_world(world, 1.0, on_progress, should_stop, keep=True)
     if record.complete:
-        bands = _bands(world, record, Z80 * sigma, on_progress, should_stop)
-        record.intervals = _with_jitter(bands, record, jitter_of(world.device, world.setup.model))
+        total = len(world.requests)
+
+        def again(scale: float) -> RunRecord:
+            return run_world(
+                world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False
+            )[0]
+
+        record.intervals = bands_of(world, record, sigma, again, scales=world.at_once)
     return record
 
 
@@ -111,6 +117,11 @@ class World:
     concurrency: int | None
     chain: OpTimeChain
     ops_of: Callable[[StepShape], Sequence[Op]]
+
+    @property
+    def at_once(self) -> bool:
+        """Everything arrives at the beginning: then times scale with the speed of steps."""
+        return self.concurrency is None and all(r.arrival == 0 for r in self.requests)
 
 
 def prepare(
@@ -188,18 +199,18 @@ def prepare(
     )  # fmt: skip
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """`should_stop` answered True."""
 
 
-class _StoppableExecutor(CostExecutor):
+class StoppableExecutor(CostExecutor):
     """Asks before each step whether to go on."""
 
     should_stop: ShouldStop | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.should_stop is not None and self.should_stop():
-            raise _Stopped
+            raise Stopped
         return super().execute(plan)
 
 
@@ -217,7 +228,7 @@ def run_world(
     """
     setup = world.setup
     core = setup.build_core()
-    executor = _StoppableExecutor(world.timer, scale)
+    executor = StoppableExecutor(world.timer, scale)
     recorder = Recorder(
         "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
         environment=world.environment, reasons=world.reasons, keep_ops=keep,
@@ -254,19 +265,31 @@ def run_world(
     process = env.process(engine(env, core, executor, inbox, recorder, emit, hook))
     try:
         env.run(process)
-    except _Stopped:
+    except Stopped:
         return recorder.finish(complete=False), executor.relative_sigma
     on_progress(done, total, {"steps": core.num_steps, "simulated_s": env.now, "running": 0})
     return recorder.finish(), executor.relative_sigma
 
 
-def _bands(
-    world: World, record: RunRecord, width: float, on_progress: OnProgress, should_stop: ShouldStop | None
+def bands_of(
+    world: World, record: RunRecord, sigma: float, again: Callable[[float], RunRecord], scales: bool
 ) -> dict[str, tuple[float, float]]:
-    """80 % bands by dotted metric name, by the rule in the module's docstring."""
+    """80 % bands by dotted metric name, by the rule in the module's docstring.
+
+    sigma: relative, of step times.  again: the run with all steps so many times as long.
+    scales: times of this run simply scale with those of its steps.
+    """
+    bands = _speed_bands(record, Z80 * sigma, again, scales)
+    return _with_jitter(bands, record, jitter_of(world.device, world.setup.model))
+
+
+def _speed_bands(
+    record: RunRecord, width: float, again: Callable[[float], RunRecord], scales: bool
+) -> dict[str, tuple[float, float]]:
+    """What slower and faster steps make of each metric."""
     slow, fast = 1 + width, 1 / (1 + width)  # a ratio: equally likely too slow and too fast
     middle = flat(record.metrics)
-    if world.concurrency is None and all(r.arrival == 0 for r in world.requests):
+    if scales:
         bands = {}
         for name, value in middle.items():
             head = name.partition(".")[0]
@@ -277,10 +300,9 @@ def _bands(
             elif head in _STILL:
                 bands[name] = (value, value)
         return bands
-    total = len(world.requests)
     ends = []
     for scale in (slow, fast):
-        other, _ = run_world(world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False)
+        other = again(scale)
         if not other.complete:
             return {}
         ends.append(flat(other.metrics))

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from twinfer.core import hookspecs, policy, technique
+from twinfer.core import hookspecs, policy, routing, technique
 from twinfer.core.hookspecs import hookspec
 
 DOCUMENTS = (
@@ -23,6 +23,7 @@ DOCUMENTS = (
     "docs/plugins.md",
     "docs/models.md",
     "docs/parallelism.md",
+    "docs/cluster.md",
     "docs/quantization.md",
     "docs/attention-variants.md",
     "docs/capacity-planning.md",
@@ -80,6 +81,8 @@ def test_every_hook_says_its_phase() -> None:
         (technique, "Technique", ("why_not", "adapt_model", "adapt_ops")),
         (policy, "Scheduler", ("order", "propose", "victims")),
         (policy, "KVCache", ("block_size", "reserve", "headroom", "idle_order")),
+        (routing, "Router", ("pick",)),
+        (routing, "ReplicaView", ("num_blocks", "free_blocks", "block_size", "routed_tokens", "cached_tokens")),
     ],
 )
 def test_contracts_are_documented_as_written(

@@ -1,0 +1,126 @@
+"""From what the replicas of a fleet recorded to one RunRecord.
+
+Invariants
+* A request stands in it once, in the order of arrival: its pieces on several replicas are joined. Its times are those
+  that its client saw; tokens, preemptions and swaps add up.
+* Metrics are `core/records.py`'s, over all replicas; what only a fleet has is added, and each replica's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from twinfer.core.records import RequestRecord, RunRecord, compute_metrics, summary
+from twinfer.core.request import Request
+
+if TYPE_CHECKING:
+    from twinfer.simulator.fleet_run import FleetRun
+    from twinfer.simulator.replica import Replica
+
+
+def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
+    """The record of the fleet; of one replica and nothing else it is the replica's own."""
+    parts = [replica.recorder.finish(complete) for replica in run.replicas]
+    if run.fleet.alone:
+        return parts[0]
+    by_piece: dict[str, list[RequestRecord]] = {}
+    for replica, part in zip(run.replicas, parts, strict=True):
+        for entry in part.requests:
+            entry.replica = replica.index
+            by_piece.setdefault(entry.request_id, []).append(entry)
+        for step in part.steps:
+            step.replica = replica.index
+    requests: list[RequestRecord] = []
+    for request in run.arrived:
+        pieces = run.several.get(request.id)
+        if pieces is None:
+            entries = by_piece.get(request.id)
+            requests += entries or [RequestRecord(request_id=request.id, arrival=request.arrival,
+                                                  num_prompt_tokens=len(request.prompt))]  # fmt: skip
+        else:
+            requests += _joined(request, [(run.replicas[index], by_piece.get(piece, [])) for index, piece in pieces])
+    first = parts[0]
+    record = replace(
+        first,
+        config={**first.config, "fleet": run.fleet.plain()},
+        reasons={**first.reasons, **run.reasons()},
+        steps=sorted((step for part in parts for step in part.steps), key=lambda s: (s.start, s.replica, s.step)),
+        requests=requests,
+        complete=complete,
+    )
+    record.metrics = compute_metrics(record) | _fleet_metrics(run)
+    peaks = [part.metrics["peak_kv_bytes"] for part in parts if part.metrics["peak_kv_bytes"] is not None]
+    record.metrics["peak_kv_bytes"] = max(peaks, default=None)  # pools may differ in bytes per token
+    record.metrics["replicas"] = [
+        _replica_metrics(run, replica, part.metrics) for replica, part in zip(run.replicas, parts, strict=True)
+    ]
+    return record
+
+
+def _joined(request: Request, pieces: Sequence[tuple[Replica, Sequence[RequestRecord]]]) -> list[RequestRecord]:
+    """One record per sample, from its pieces in order; a replica that failed at once may have none."""
+    seen = [(replica, entry) for replica, entries in pieces for entry in entries]
+    if request.params.num_samples > 1:  # several samples begin anew after a failure
+        last = pieces[-1][1]
+        arrival = min((entry.arrival for _, entry in seen), default=request.arrival)
+        return [replace(entry, request_id=request.id, arrival=arrival) for entry in last]
+    whole = RequestRecord(
+        request_id=request.id, arrival=seen[0][1].arrival if seen else request.arrival,
+        num_prompt_tokens=len(request.prompt), replica=pieces[-1][0].index,
+    )  # fmt: skip
+    for _, entry in seen:
+        if whole.first_scheduled is None and entry.first_scheduled is not None:
+            whole.first_scheduled = entry.first_scheduled
+            whole.num_cached_tokens = (
+                entry.num_cached_tokens
+            )  # of the prompt; what it is handed or computes again is no hit
+        if entry.first_token is not None:
+            if whole.last_token is None:
+                whole.first_token = entry.first_token
+            else:
+                whole.itl.append(entry.first_token - whole.last_token)
+            whole.itl += entry.itl
+            whole.last_token = entry.last_token
+        whole.num_output_tokens += entry.num_output_tokens
+        whole.num_preemptions += entry.num_preemptions
+        whole.num_swaps += entry.num_swaps
+        whole.finished, whole.reason, whole.detail = entry.finished, entry.reason, entry.detail
+    if not pieces[-1][1]:  # stopped before the last replica took it in
+        whole.finished = whole.reason = None
+    return [whole]
+
+
+def _fleet_metrics(run: FleetRun) -> dict[str, Any]:
+    """What a fleet has and an engine has not; KV moves only where there are any."""
+    found: dict[str, Any] = {
+        "num_replicas": len(run.replicas),
+        "replica_seconds": sum(replica.rented_s() for replica in run.replicas),
+        "num_failures": sum(replica.num_failures for replica in run.replicas),
+        "num_reroutes": run.reroutes,
+    }
+    transfers = run.transfers
+    if transfers is not None and run.fleet.disaggregated:
+        found["kv_transfer_bytes"] = transfers.sent_bytes
+        found["kv_transfer"] = summary(transfers.sent_s)
+    if transfers is not None and transfers.tiers is not None:
+        found["tier_loads"] = transfers.tier_loads
+        found["tier_tokens"] = transfers.tier_tokens
+        found["tier_bytes"] = transfers.tier_bytes
+    return found
+
+
+def _replica_metrics(run: FleetRun, replica: Replica, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    rented = replica.rented_s()
+    return {
+        "replica": replica.index,
+        "pool": replica.pool,
+        "rented_s": rented,
+        "busy": replica.executor.seconds * run.scale / rented if rented else None,
+        "num_failures": replica.num_failures,
+        **metrics,
+    }
+
+
+__all__ = ["fleet_record"]
