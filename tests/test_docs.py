@@ -26,6 +26,7 @@ DOCUMENTS = (
     "docs/cluster.md",
     "docs/quantization.md",
     "docs/attention-variants.md",
+    "docs/devices-and-models.md",
     "docs/capacity-planning.md",
 )
 
