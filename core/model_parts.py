@@ -23,6 +23,7 @@ class MoESpec:
     `float32_router`: the router multiplies in float32 whatever the model's dtype (DeepSeek).
     `shared_gate`: the shared experts' output is weighed by a sigmoid of the token (Qwen).
     `latent_size`: routed experts work on the token projected to that width, 0 for the token itself (Nemotron 3).
+    `skew`: exponent of the power law that the loads of experts follow, 0 where tokens like all alike (a what-if).
 
     Routing: `scoring` ("softmax" or "sigmoid") of the router's outputs; the experts lie in `num_groups` groups, of
     which `top_groups` stay, ranked by the sum of their best `group_score_top` scores; the weights of the chosen
@@ -41,6 +42,7 @@ class MoESpec:
     float32_router: bool = False
     shared_gate: bool = False
     latent_size: int = 0
+    skew: float = 0.0
     scoring: str = "softmax"
     renormalize: bool = True
     num_groups: int = 1
@@ -62,6 +64,8 @@ class MoESpec:
         kept = self.num_experts // self.num_groups * self.top_groups
         if self.top_k > kept:
             raise ModelError(f"top_k={self.top_k} experts cannot be chosen from the {kept} of {self.top_groups} groups")
+        if not 0.0 <= self.skew <= 4.0:
+            raise ModelError(f"skew={self.skew} of the experts' loads must be 0 to 4")
         if self.scoring not in ("softmax", "sigmoid"):
             raise ModelError(f"scoring={self.scoring!r} is not known; known: softmax, sigmoid")
 
@@ -104,17 +108,19 @@ class MLASpec:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-LINEAR_KINDS = ("gated_delta_net", "mamba2")
+LINEAR_KINDS = {"gated_delta_net": 2, "mamba2": 1, "lightning": 0}
+"""Kind of linear attention -> numbers per value head that are projected beside it (beta and alpha; dt; none)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionSpec:
     """A layer that carries a state of fixed size from token to token instead of keys and values of all of them.
 
-    kind: "gated_delta_net" (arXiv:2412.06464; Qwen3-Next) or "mamba2" (arXiv:2405.21060; Nemotron-H).
+    kind: "gated_delta_net" (arXiv:2412.06464; Qwen3-Next), "mamba2" (arXiv:2405.21060; Nemotron-H) or "lightning"
+    (arXiv:2501.08313; MiniMax-01).
     key_heads, key_dim: heads and width of keys and queries (Mamba-2: groups and state size of B and C).
     value_heads, value_dim: heads and width of values (Mamba-2: heads and their width).
-    conv_width: taps of the causal convolution over queries, keys and values (Mamba-2: x, B and C).
+    conv_width: taps of the causal convolution over queries, keys and values (Mamba-2: x, B and C); 1 is none.
     conv_bias, proj_bias: whether the convolution, and both projections, have biases.
     state_dtype: of the recurrent state; what the convolution remembers has the activations' dtype.
     """
@@ -150,15 +156,17 @@ class LinearAttentionSpec:
 
     @property
     def in_width(self) -> int:
-        """Columns of the projection in: what is convolved, the gate, and one (Mamba-2: dt) or two (beta, alpha)
-        numbers per value head."""
-        return self.conv_channels + self.inner + self.value_heads * (1 if self.kind == "mamba2" else 2)
+        """Columns of the projection in: queries, keys and values, the gate, and the numbers per value head."""
+        return self.conv_channels + self.inner + self.value_heads * LINEAR_KINDS[self.kind]
 
     def params(self, hidden: int) -> int:
         """Weights of one layer, its own norm included."""
-        n = hidden * (self.in_width + self.inner) + self.conv_channels * self.conv_width
+        n = hidden * (self.in_width + self.inner)
+        n += self.conv_channels * self.conv_width if self.conv_width > 1 else 0
         n += self.conv_channels if self.conv_bias else 0
         n += self.in_width + hidden if self.proj_bias else 0
+        if self.kind == "lightning":
+            return n + self.inner  # a norm over all values
         if self.kind == "mamba2":
             return n + 3 * self.value_heads + self.inner  # A, D, dt's bias; a norm over all values
         return n + 2 * self.value_heads + self.value_dim  # A and dt's bias; one norm for all heads

@@ -1,6 +1,6 @@
 """The shared language of real and predicted: what a step does, op by op.
 
-`step_ops(model, shape)` lists the ops of one forward pass. The simulator times these ops, the engine's
+`step_ops(model, shape, layout)` lists the ops of one forward pass. The simulator times these ops, the engine's
 profiler measures the same names, and the comparison joins them on name.
 
 Counting rules
@@ -8,7 +8,7 @@ Counting rules
   sees c keys is 2*c*(qk_dim + v_dim) per head.
 * Bytes: weights once per op, activations in and out once, KV read once per KV head and written once.
 * `count` identical layers are one `Op`; all numbers are per launch, so totals multiply by `count`.
-* tensor parallelism: numbers are per rank.
+* Parallelism: numbers are those of the rank that takes longest (`parallel_ops`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,83 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from twinfer.core.dtypes import BYTES, dtype_bytes
+from twinfer.core.layout import Layout
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.spec import ModelSpec
 
 __all__ = [
-    "BYTES", "Op", "RowShape", "StepShape", "dtype_bytes", "keys_read", "scaled", "step_ops", "swapped_slots",
-    "total", "visible_pairs",
+    "BYTES", "COLLECTIVES", "LatentShape", "Linear", "MoEShape", "Op", "RowShape", "StateShape", "StepShape",
+    "dtype_bytes", "keys_read", "scaled", "stage_ops", "step_ops", "swapped_slots", "total", "visible_pairs",
 ]  # fmt: skip
+
+COLLECTIVES = {
+    "all_reduce": "all_reduce", "all_gather": "all_gather", "hidden_gather": "all_gather", "kv_gather": "all_gather",
+    "cp_queries": "all_gather", "moe_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+    "cp_merge": "reduce_scatter", "moe_scatter": "reduce_scatter", "moe_dispatch": "all_to_all",
+    "moe_combine": "all_to_all", "hand_over": "send", "kv_ring": "send",
+}  # fmt: skip
+"""Op of kind comm -> what its ranks do with the message (`Op.comm_bytes`): all of them hold and add up a tensor of that
+size (all_reduce), each gives that part to all (all_gather), each gets one part of the sum of such tensors
+(reduce_scatter), each sends that much, in all, to the others (all_to_all), or to one of them (send)."""
+
+
+class MoEShape(NamedTuple):
+    """What kernel tables of experts are keyed by, over all ranks: `inter` is one expert's width before `tp` ranks split
+    it, `ep` ranks hold whole experts; `tokens` are those of all ranks (of one rank in what is sent). bits: stored per
+    weight."""
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    inter: int
+    tp: int
+    ep: int
+    skew: float
+    gated: bool
+    bits: float
+    dtype: str
+
+
+class LatentShape(NamedTuple):
+    """Sizes of a block of latent attention on one rank; q_rank is 0 without query compression."""
+
+    hidden: int
+    heads: int
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    v: int
+    linear_dtype: str
+
+
+class StateShape(NamedTuple):
+    """Sizes of a layer of linear attention on one rank."""
+
+    kind: str
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One kernel-sized piece of work on one rank.
 
-    kind: gemm | attention | elementwise | gather | comm | host_copy (between device and host memory).
+    kind: gemm | attention | scan (a state carried from token to token) | elementwise | gather | comm | host_copy
+    (between device and host memory).
     shape: gemm (m, n, k), or (m over all groups, n, k, groups used) for grouped ones (experts); attention (query heads, KV heads,
-    qk width, v width, window or 0) and `rows`; elementwise and gather (rows, width); comm (ranks,).
+    qk width, v width, window or 0) and `rows`; elementwise, gather and scan (rows, width); comm (ranks,), of a send those among which the two are.
     dtype: what the op computes in.
-    rows: for attention, (queries, keys at the end) per row.
-    comm_bytes: size of the message of a collective (an all-reduced tensor, the local part of a gather).
+    rows: for attention and scan, (queries, keys at the end) per row.
+    comm_bytes: size of the message of a collective; see `COLLECTIVES`.
+    kv_dtype: for attention, the format in which keys and values are stored; "" where it is that of `dtype`.
+    of: sizes of the whole that the op is part of, where kernel tables are keyed by them.
+    beside: what runs at the same time on other units, launch by launch (a link): the longer of the two counts.
     """
 
     name: str
@@ -49,6 +107,9 @@ class Op:
     shape: tuple[int, ...] = ()
     comm_bytes: float = 0.0
     rows: tuple[RowShape, ...] = ()
+    kv_dtype: str = ""
+    of: MoEShape | LatentShape | StateShape | None = None
+    beside: Op | None = None
 
     @property
     def bytes(self) -> float:
@@ -58,6 +119,26 @@ class Op:
     def intensity(self) -> float:
         """FLOP per byte moved."""
         return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A [n, k] weight on one rank, in `count` layers; `weight_bytes` as stored."""
+
+    name: str
+    n: int
+    k: int
+    weight_bytes: float
+    dtype: str
+    count: int
+
+    def op(self, m: int, act: float) -> Op:
+        """The product for `m` rows of activations of `act` bytes per element."""
+        n, k = self.n, self.k
+        return Op(
+            self.name, "gemm", 2.0 * m * n * k, self.weight_bytes + m * k * act, m * n * act, self.dtype, self.count,
+            (m, n, k),
+        )  # fmt: skip
 
 
 class RowShape(NamedTuple):
@@ -136,11 +217,22 @@ def keys_read(queries: int, keys: int, window: int | None = None) -> int:
     return keys if window is None else min(keys, window + queries - 1)
 
 
-def step_ops(model: ModelSpec, shape: StepShape, tp: int = 1) -> list[Op]:
-    """The ops of one forward pass over `shape` on one of `tp` ranks."""
-    from twinfer.core.layer_ops import ops_of_model  # kept apart: one concept a file
+def step_ops(model: ModelSpec, shape: StepShape, layout: Layout | int = 1) -> list[Op]:
+    """The ops of one forward pass over `shape`, on the rank that takes longest.
 
-    return ops_of_model(model, shape, tp)
+    layout: sizes of the parallel groups, or just of the tensor-parallel one. With several pipeline stages these are the
+    ops whose times add up to that of a step in a full pipeline (`parallel_ops`).
+    """
+    from twinfer.core.parallel_ops import ops_of_step  # kept apart: one concept a file
+
+    return ops_of_step(model, shape, Layout(layout) if isinstance(layout, int) else layout)
+
+
+def stage_ops(model: ModelSpec, shape: StepShape, layout: Layout) -> list[list[Op]]:
+    """The ops of all rows of `shape` in each pipeline stage; all but the last hand the hidden state on."""
+    from twinfer.core.parallel_ops import ops_by_stage
+
+    return ops_by_stage(model, shape, layout)
 
 
 def total(ops: Iterable[Op], what: str) -> float:

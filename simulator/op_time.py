@@ -3,11 +3,13 @@
 Invariants
 * The first model that answers is used; when none does, the error names the op and what to add.
 * An answer that is negative or not a number is the model's fault and is refused.
+* What runs beside an op on other units (`Op.beside`) is hidden as far as the op takes: the longer of the two counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twinfer.core.config import Choice
@@ -40,6 +42,9 @@ class OpTimeChain:
         known = self._known.get(op)
         if known is not None:
             return known
+        if op.beside is not None:
+            found = self._known[op] = _longer(self.time(replace(op, beside=None)), self.time(op.beside), op)
+            return found
         for model in self.models:
             answer = model.time(op, self.device)
             if answer is not None:
@@ -79,7 +84,16 @@ class OpTimeChain:
         if self._correction is not None:
             answer = self.time(op)
             lines.append(f"used: {answer.seconds * 1e6:.1f} us +- {answer.sigma * 1e6:.1f} us, {answer.source}")
+        if op.beside is not None:
+            lines += [f"beside it, {op.beside.name}: {line}" for line in self.explain(op.beside)]
         return lines
+
+
+def _longer(a: OpTime, b: OpTime, op: Op) -> OpTime:
+    """Time of `op`, which takes `a` while what is beside it takes `b`."""
+    if a.seconds >= b.seconds:
+        return replace(a, detail=f"{a.detail}; hides {op.beside.name if op.beside else ''}")
+    return replace(b, detail=f"{b.detail}; {op.name} is hidden")
 
 
 def build_chain(

@@ -179,7 +179,7 @@ def prepare(
         chain = wrap(chain)
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
-        ops: Sequence[Op] = step_ops(model, shape, layout.tp)
+        ops: Sequence[Op] = step_ops(model, shape, layout)
         for technique in techniques:
             ops = technique.adapt_ops(ops, model, shape)
         return ops

@@ -22,6 +22,7 @@ PURE = frozenset({
     "intake", "policy", "provision", "recorder", "records", "registry", "request", "routing", "seeds", "setup", "spec", "swap",
     "technique",
     "cache_groups", "prefix_tree",
+    "expert_load", "expert_ops", "latent_ops", "parallel_ops", "ring_ops", "state_ops",
     "work", "workload",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""

@@ -1,10 +1,11 @@
 """Analytic op times: peaks of the device file, bent by efficiency curves where the file has them.
 
-    gemm         t = t0 + ((F / (ec * peak))^p + (bytes / (em * BW))^p)^(1/p)
+    gemm, experts  t = t0 + ((F / (ec * peak))^p + (bytes / (em * BW))^p)^(1/p)
     attention    t = t0 + prefill pairs at an efficiency that grows with context
                         + decode keys at an efficiency that grows with the bytes of KV
     elementwise  t = t0 + bytes / (em * BW)
-    comm         t = t0 + bytes / (em * link)
+    comm         t = t0 + what a rank sends / (em * link), within nodes and between them (`wires.py`)
+    scan         t = t0 + max(FLOPs / (ec * peak), bytes / (em * BW))
     host_copy    t = bytes / (em * host link); on a CPU it is elementwise
     host         t = const + per row
 
@@ -30,7 +31,8 @@ from twinfer.core import technique
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Technique
-from twinfer.core.work import Op, visible_pairs
+from twinfer.core.work import MoEShape, Op, visible_pairs
+from twinfer.plugins.op_time.wires import network_hops, wire_seconds
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
@@ -57,6 +59,7 @@ class Curves(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     gemm: dict[str, GemmCurve] = Field(default_factory=dict)
+    experts: dict[str, GemmCurve] = Field(default_factory=dict)  # routing to weighted sum; of `gemm` where absent
     attention_overhead: float = Field(default=0.0, ge=0)
     attention_compute: tuple[tuple[float, float], ...] = ()  # (context in tokens, share of peak FLOP/s)
     attention_memory: tuple[tuple[float, float], ...] = ()  # (KV bytes per launch, share of bandwidth)
@@ -64,6 +67,8 @@ class Curves(BaseModel):
     elementwise_memory: float = Field(default=1.0, gt=0, le=1)
     comm_overhead: float = Field(default=0.0, ge=0)
     comm_link: float = Field(default=1.0, gt=0, le=1)
+    comm_network: float = Field(default=0.85, gt=0, le=1)
+    scan_compute: float = Field(default=1.0, gt=0, le=1)
     host_link: float = Field(default=1.0, gt=0, le=1)
     host_step: float = Field(default=0.0, ge=0)
     host_row: float = Field(default=0.0, ge=0)
@@ -83,7 +88,7 @@ class Roofline(Technique):
     def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
         curves = curves_of(device)
         known = curves is not None
-        curves = curves or Curves()
+        curves = curves or Curves(comm_network=1.0)
         parts = self._parts(op, device, curves)
         if parts is None:
             return None
@@ -97,8 +102,10 @@ class Roofline(Technique):
             rows = op.shape[0]
             seconds = curves.host_step + curves.host_row * rows
             return seconds, f"{curves.host_step * 1e6:.0f} us a step + {curves.host_row * 1e6:.1f} us x {rows} rows"
-        if op.kind in ("gemm", "grouped_gemm"):
-            curve = pick(curves.gemm, op.dtype)
+        if op.kind == "gemm":
+            grouped = isinstance(op.of, MoEShape)
+            curve = pick(curves.experts, op.dtype) if grouped else None
+            curve = curve or pick(curves.gemm, op.dtype)
             peak = peak_flops(device, op.dtype)
             if curve is None:
                 seconds = max(op.flops / peak, op.bytes / bandwidth)
@@ -109,14 +116,15 @@ class Roofline(Technique):
         if op.kind == "attention":
             return attention_seconds(op, device, curves)
         if op.kind == "comm":
-            link = getattr(device, "link_bandwidth", None)
-            if not link:
-                raise ConfigError(
-                    "--device", device.name, f"has no link, but {op.name} sends {op.comm_bytes:.0f} bytes",
-                    "use --tp 1, or a device file with link_bandwidth",
-                )  # fmt: skip
-            seconds = curves.comm_overhead + op.comm_bytes / (curves.comm_link * link)
-            return seconds, f"{op.comm_bytes / 1e6:.2f} MB over {link / 1e9:.0f} GB/s"
+            busy, words = wire_seconds(op, device, curves.comm_link, curves.comm_network)
+            waits = network_hops(op, device) * (device.network_latency or 0.0)
+            return curves.comm_overhead + waits + busy, words
+        if op.kind == "scan":
+            memory = op.bytes / (curves.elementwise_memory * bandwidth)
+            compute = op.flops / (curves.scan_compute * peak_flops(device, op.dtype))
+            return curves.elementwise_overhead + max(
+                memory, compute
+            ), f"{op.flops / 1e9:.2f} GFLOP, {op.bytes / 1e6:.2f} MB"
         if op.kind == "host_copy" and device.kind != "cpu":
             link = device.host_link_bandwidth
             if not link:
@@ -125,6 +133,8 @@ class Roofline(Technique):
                     "but how fast is not known", "use --preemption recompute, or a device file with host_link_bandwidth",
                 )  # fmt: skip
             return op.comm_bytes / (curves.host_link * link), f"{op.comm_bytes / 1e6:.2f} MB over {link / 1e9:.0f} GB/s"
+        if isinstance(op.of, MoEShape) and pick(curves.experts, op.of.dtype) is not None:
+            return 0.0, "part of the experts' curve"
         seconds = curves.elementwise_overhead + op.bytes / (curves.elementwise_memory * bandwidth)
         return seconds, f"{op.bytes / 1e6:.2f} MB over {bandwidth / 1e9:.0f} GB/s"
 

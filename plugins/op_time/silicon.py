@@ -31,7 +31,11 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Needs, Technique
 from twinfer.core.work import Op, RowShape, visible_pairs
+from twinfer.plugins.op_time.exchange_tables import ExchangeTables
+from twinfer.plugins.op_time.expert_tables import ExpertTables
 from twinfer.plugins.op_time.kernel_tables import Answer, KernelTable, Shape, median_rows
+from twinfer.plugins.op_time.latent_tables import LatentTables
+from twinfer.plugins.op_time.state_tables import StateTables
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
@@ -44,7 +48,6 @@ SYSTEMS = {
 
 _GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16"}
 _KV_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
-_COLLECTIVES = {"all_reduce": "all_reduce", "all_gather": "all_gather", "all_to_all": "alltoall"}
 
 
 class Silicon(Technique):
@@ -121,8 +124,16 @@ class SystemTables:
         self.folder, self.stack, self.version = folder, stack, version
         self.label = f"{folder.name}, {stack} {version or 'newest'}"
         self._known: dict[tuple[Any, ...], KernelTable | None] = {}
+        self.experts = ExpertTables(self._read, stack)
+        self.latent = LatentTables(self._read, stack, self._product_seconds)
+        self.exchange = ExchangeTables(self._read, stack)
+        self.state = StateTables(self._read, stack)
 
     def time(self, op: Op, device: DeviceSpec, fp8: str = "fp8") -> Answer | None:
+        if op.of is not None and op.kind != "comm":
+            return (
+                self.experts.time(op, device, fp8) or self.latent.time(op, device, fp8) or self.state.time(op, device)
+            )
         if op.kind == "gemm" and len(op.shape) == 3:
             dtype = fp8 if op.dtype == "fp8" else _GEMM_DTYPES.get(op.dtype)
             m, n, k = op.shape
@@ -131,9 +142,13 @@ class SystemTables:
         if op.kind == "attention" and len(op.shape) == 5 and op.shape[2] == op.shape[3]:
             return self._attention(op, device)
         if op.kind == "comm" and op.comm_bytes > 0:
-            table = self.collective(op.name, device)
-            return table.time((op.shape[0],), op.comm_bytes) if table is not None else None
+            return self.exchange.time(op, device)
         return None
+
+    def _product_seconds(self, m: int, n: int, k: int, dtype: str, device: DeviceSpec) -> float | None:
+        table = self.gemm(dtype, device)
+        answer = table.time((n, k), m) if table is not None else None
+        return None if answer is None else answer.seconds
 
     # --- files ----------------------------------------------------------------------------------
 
@@ -250,38 +265,7 @@ class SystemTables:
 
     def collective(self, name: str, device: DeviceSpec) -> KernelTable | None:
         """Shapes (ranks,) over bytes of one message."""
-
-        def make() -> KernelTable | None:
-            link = device.link_bandwidth or 1e11
-            stack = [k for k in ("all_reduce",) if k == name]
-            rows = None
-            if stack:
-                columns = ["backend", "num_gpus", "message_size", "latency"]
-                rows = self._read("comm", "custom_allreduce_perf", self.stack, columns)
-            keys, seconds = [], []
-            if rows is not None:
-                for backend, ranks, size, ms in zip(*(rows[c] for c in columns), strict=True):
-                    if not str(backend).endswith("eager"):
-                        keys.append(((float(ranks),), float(size)))
-                        seconds.append(ms * 1e-3)
-            if not keys:
-                columns = ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"]
-                rows = self._read("comm/nccl", "nccl_perf", "", columns)
-                wanted = _COLLECTIVES.get(name)
-                for kind, dtype, ranks, size, ms in zip(*((rows or {}).get(c, ()) for c in columns), strict=True):
-                    if kind == wanted and dtype == "half":
-                        keys.append(((float(ranks),), float(size)))
-                        seconds.append(ms * 1e-3)
-            if not keys:
-                return None
-
-            def bound(shape: Shape, size: float) -> float:
-                ranks = shape[0]
-                return 4e-6 + 2 * (ranks - 1) / ranks * size / (0.6 * link)
-
-            return KernelTable(median_rows(keys, seconds), bound)
-
-        return self._table(("comm", name), make)
+        return self.exchange.collective(name, device)
 
 
 _LAUNCH = 8e-6  # s: attention's launch overhead within the bounds below

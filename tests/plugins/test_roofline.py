@@ -93,14 +93,15 @@ def test_host_time_grows_with_rows_and_all_ops_of_all_devices_have_a_time() -> N
     one, many = (Roofline().time(host_op(StepShape.decode(*([9] * n))), H100) for n in (1, 64))
     assert one is not None and many is not None and many.seconds > one.seconds > 0
     for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"):
-        for op in step_ops(resolve_spec(name), StepShape.decode(100, 2000), tp=2):
+        for op in step_ops(resolve_spec(name), StepShape.decode(100, 2000), 2):
             answer = Roofline().time(op, H100)
-            assert answer is not None and answer.seconds > 0 and answer.detail
+            assert answer is not None and answer.detail
+            assert answer.seconds > 0 or "part of the experts" in answer.detail
 
 
 def test_communication_without_a_link_is_refused() -> None:
     alone = H100.model_copy(update={"link_bandwidth": None})
-    op = next(o for o in step_ops(resolve_spec("llama-3.1-8b"), StepShape.decode(10), tp=2) if o.kind == "comm")
+    op = next(o for o in step_ops(resolve_spec("llama-3.1-8b"), StepShape.decode(10), 2) if o.kind == "comm")
     with pytest.raises(ConfigError, match="has no link"):
         Roofline().time(op, alone)
 
