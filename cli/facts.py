@@ -74,7 +74,7 @@ def describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:
         "head_dim": spec.head_dim, "intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size,
         "max_context": spec.max_context, "dtype": spec.dtype, "weight_bytes": spec.weight_bytes(),
         "kv_bytes_per_token": spec.kv_bytes_per_token(), "num_linear_layers": spec.num_linear_layers,
-        "state_bytes_per_seq": spec.state_bytes_per_seq(),
+        "state_bytes_per_seq": int(spec.state_bytes_per_seq()),
         "image_tokens": spec.vision.prefix_tokens if spec.vision else None, "weights": None if weights is None else str(weights),
     }  # fmt: skip
 
@@ -181,7 +181,7 @@ def _with_unit(key: str, value: Any) -> str:
         return ", ".join(map(str, value))
     if key.endswith("_latency"):
         return show.seconds(value)
-    if key.endswith("_bytes") or key == "kv_bytes_per_token":
+    if key.endswith("_bytes") or key in ("kv_bytes_per_token", "state_bytes_per_seq"):
         return show.size(value)
     if key.endswith("_bandwidth"):
         return f"{show.number(value / 1e9)} GB/s"
