@@ -1,6 +1,6 @@
 """Predictions against served runs on Hopper: the end-to-end rows of `silicon_sample.csv` (aiconfigurator-core).
 
-    python bench/fidelity_served.py [--folder SYSTEMS] [--sample N] [--seed S] [--json] [--rows]
+    python bench/fidelity_served.py [--folder SYSTEMS] [--sample N] [--seed S] [--jobs 2] [--json] [--rows]
 
 Each row is one aggregated server (model, stack, tensor-parallel size, concurrency, lengths) with its measured mean TTFT
 and TPOT. It is simulated as a closed loop of that concurrency; op times come from the kernel tables of the same stack
@@ -14,9 +14,9 @@ Which rows count was decided before the first prediction was made:
   nvidia/Llama-3.1-8B-Instruct-FP8 (its concurrency is that of several replicas).
 Rows with a measured TTFT above 20 s (KV-bound queues) stay in.
 
-How a row is simulated, decided at the same time: lengths of 0.8 to 1.0 of the nominal ones where both are 1024 or 8192
-(how that source drew them), nominal ones elsewhere; 10 waves of requests for answers up to 1,024 tokens, 3 for longer
-ones; 90 % of device memory; bfloat16 KV; prompts in chunks of 8,192 tokens.
+How a server is set up is read from the scripts and defaults of its source, not from its row (`setting`). It was worked
+out after a first look at ten rows; the rows looked at while it was worked out (`SEEN`: a sample of seed 0) are told
+apart from the others in the result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import TwinferError
 from twinfer.core.workload import Workload
@@ -74,39 +77,222 @@ def concurrency(row: dict[str, str]) -> int:
     return int(row["batch_size"])
 
 
-def predict(row: dict[str, str], folder: Path) -> dict[str, float]:
-    """Mean TTFT and TPOT of a row in s, with the ends of their 80 % bands."""
-    clients, isl, osl = concurrency(row), int(row["isl"]), int(row["osl"])
-    kind = row["gemm_quant_mode"]
+SEEN = 64
+"""Rows of `--sample 64 --seed 0` were looked at while the settings below were worked out."""
+VERSIONS = {"vllm": "0.11.0", "trtllm": "1.1.0"}
+"""Of rows that state none: those of 2025-10, when they were measured."""
+TARGETS = {"tpot": 0.08, "ttft": 0.20}
+Z80 = 1.2816
+WAVES, LONG_WAVES = 10, 3
+REQUEST, REQUEST_SIGMA = 0.013, 0.003
+"""s from a client's send to the engine and back, beside the engine's own time: HTTP, tokenizing (10 to 16 ms, published
+for servers of this kind; simulator.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the source of a row says about its server.
+
+    async_steps: the next step is planned while the device computes.  kv: format of the KV cache, "" for bfloat16.
+    drawn: lengths are drawn from 0.8 to 1.0 of the nominal ones.  tokens: budget of a step.
+    """
+
+    scheduler: Choice
+    async_steps: bool
+    kv: str
+    tokens: int
+    drawn: bool
+    fused_all_reduce: bool = False
+    after_loading: bool = False
+    """memory_fraction is a share of what is free after the weights have been loaded"""
+
+
+def setting(row: dict[str, str]) -> Setting:
+    """How the server of `row` ran.
+
+    InferenceMAX of 2025-10 (SemiAnalysisAI/InferenceX, `benchmarks/70b_fp8_{h100,h200,h200_trt}_slurm.sh` and
+    `.github/workflows/full-sweep-tmpl.yml`): KV in fp8 under both stacks; vLLM with async scheduling and 8,192 tokens a
+    step; TensorRT-LLM with steps of max-model-len tokens (2,048 or 9,216); lengths of 0.8 to 1.0 of the nominal ones,
+    10 requests per client.
+    The other rows are aiconfigurator's own runs (`eval/benchmarks/genai_perf_runner.py`: fixed lengths, 10 requests per
+    client, 2 more to warm up) of servers with default limits: 8,192 tokens a step in all three.
+    Defaults of the stacks: TensorRT-LLM plans ahead (overlap scheduler), feeds prompts whole and admits only what fits
+    at its full length (GUARANTEED_NO_EVICT), and its FP8 checkpoints keep KV in fp8; its Llama fuses all-reduce and
+    norm, its Qwen3 does not (`_torch/models`); its KV pool is 90 % of what is free after loading.  SGLang plans ahead and
+    runs prompts alone.  vLLM plans ahead by default from 0.14 on.
+    """
+    stack, fp8 = row["backend"], row["gemm_quant_mode"].startswith("fp8")
+    published = row["silicon_data_source"].startswith("source_file=2026-04-06.csv")
+    isl, osl = int(row["isl"]), int(row["osl"])
+    if stack == "trtllm":
+        return Setting(
+            Choice(name="continuous", options={"chunked_prefill": False, "admission": "whole"}), True,
+            "fp8" if fp8 else "", isl + osl if published else 8192, published,
+            fused_all_reduce="llama" in row["model_path"].lower() and int(row["tp_size"]) > 1, after_loading=True,
+        )  # fmt: skip
+    if stack == "sglang":
+        return Setting(Choice(name="prompts-first"), True, "", 8192, published)
+    return Setting(Choice(name="continuous"), published, "fp8" if published else "", 8192, published)
+
+
+def scenario(row: dict[str, str], folder: Path) -> tuple[EngineConfig, Workload]:
+    """The engine and the load of a row; of long answers fewer waves are run than were (`predict` weighs them)."""
+    how = setting(row)
+    clients, isl, osl, tp = concurrency(row), int(row["isl"]), int(row["osl"]), int(row["tp_size"])
+    kind, model = row["gemm_quant_mode"], MODELS[row["model_path"]]
     fp8 = "block" if kind == "fp8_block" else "tensor"
-    drawn = {row["isl"], row["osl"]} <= NOMINAL
-    waves = 10 if osl <= 1024 else 3
+    quantizer = None
+    if kind.startswith("fp8"):
+        quantizer = Choice(name="fp8", options={"scales": fp8, "kv": how.kv})
+    options = (
+        f"folder={folder},stack={row['backend']},fp8={fp8},version={row['backend_version'] or VERSIONS[row['backend']]}"
+    )
+    if how.fused_all_reduce:
+        options += ",fused_all_reduce=true"
+    fraction = 0.9
+    if how.after_loading:
+        weights = resolve_spec(model).num_params() * (1 if quantizer else 2) / tp
+        memory = {"h100_sxm": 84.9e9, "h200_sxm": 150.1e9}[row["system"]]
+        fraction = min(0.97, 0.9 + 0.1 * weights / memory)
     config = EngineConfig(
-        model=MODELS[row["model_path"]], device=DEVICES[row["system"]], dtype="bfloat16", tp=int(row["tp_size"]),
-        quantizer=Choice(name="fp8", options={"scales": fp8}) if kind.startswith("fp8") else None,
-        max_num_seqs=max(clients, 1), max_num_batched_tokens=8192, max_model_len=isl + osl + 1,
-        op_time=(f"silicon:folder={folder},stack={row['backend']},fp8={fp8}", "roofline"),
+        model=model, device=DEVICES[row["system"]], dtype="bfloat16", tp=tp, quantizer=quantizer,
+        scheduler=how.scheduler, kv_cache=Choice(name="paged", options={"prefix_sharing": False}),
+        max_num_seqs=max(clients, 1), max_num_batched_tokens=how.tokens, max_model_len=isl + osl + 1,
+        max_outstanding=2 if how.async_steps else 1, memory_fraction=fraction, op_time=(f"silicon:{options}", "roofline"),
     )  # fmt: skip
     workload = Workload(
-        num_requests=waves * clients, concurrency=clients, input_len=round(0.9 * isl) if drawn else isl,
-        output_len=round(0.9 * osl) if drawn else osl, lengths="uniform" if drawn else "fixed",
-        spread=1 / 9 if drawn else 0.0,
+        num_requests=(WAVES if osl <= 1024 else LONG_WAVES) * clients, concurrency=clients,
+        input_len=round(0.9 * isl) if how.drawn else isl, output_len=round(0.9 * osl) if how.drawn else osl,
+        lengths="uniform" if how.drawn else "fixed", spread=1 / 9 if how.drawn else 0.0,
     )  # fmt: skip
+    return config, workload
+
+
+def predict(row: dict[str, str], folder: Path) -> dict[str, float]:
+    """Mean TTFT and TPOT of a row in s, with the ends of their 80 % bands.
+
+    The first request of each client comes with all the others, the later ones when an answer has ended: where fewer
+    than `WAVES` are run, the two kinds keep the weights that they have in `WAVES`.
+    """
+    config, workload = scenario(row, folder)
     record = simulate(config, workload)
+    clients = workload.concurrency or 1
     found: dict[str, float] = {}
     for name in ("ttft", "tpot"):
-        found[name] = record.metrics[name]["mean"]
-        found[f"{name}_low"], found[f"{name}_high"] = record.intervals[f"{name}.mean"]
+        values = [getattr(r, name) for r in record.requests]
+        first = [v for v in values[:clients] if v is not None]
+        later = [v for v in values[clients:] if v is not None]
+        mean = (statistics.fmean(first) + (WAVES - 1) * statistics.fmean(later)) / WAVES
+        low, high = (end / record.metrics[name]["mean"] for end in record.intervals[f"{name}.mean"])
+        beside, spread = (REQUEST, Z80 * REQUEST_SIGMA) if name == "ttft" else (0.0, 0.0)
+        found |= {
+            name: mean + beside, f"{name}_low": mean * low + beside - spread, f"{name}_high": mean * high + beside + spread,
+        }  # fmt: skip
     return found
 
 
-def summary(errors: Sequence[float], inside: Sequence[bool]) -> str:
+def compared(row: dict[str, str], folder: Path) -> dict[str, Any]:
+    """A row's facts, real and predicted; `error` instead when it cannot be simulated."""
+    result: dict[str, Any] = {
+        "id": row["id"], "model": MODELS[row["model_path"]], "stack": row["backend"], "system": row["system"],
+        "precision": row["gemm_quant_mode"] or "bf16", "tp": int(row["tp_size"]), "concurrency": concurrency(row),
+        "isl": int(row["isl"]), "osl": int(row["osl"]),
+    }  # fmt: skip
+    begin = time.process_time()
+    try:
+        found = predict(row, folder)
+    except TwinferError as error:
+        return result | {"refused": str(error)}
+    for name in TARGETS:
+        real = float(row[f"silicon_{name}_ms"]) / 1e3
+        result |= {
+            f"{name}_real": real, f"{name}_predicted": found[name], f"{name}_error": found[name] / real - 1,
+            f"{name}_inside": found[f"{name}_low"] <= real <= found[f"{name}_high"],
+        }  # fmt: skip
+    return result | {"cpu_s": time.process_time() - begin}
+
+
+def evaluate(
+    rows: Sequence[dict[str, str]],
+    folder: Path,
+    jobs: int = 1,
+    on_row: Callable[[dict[str, Any]], None] = lambda r: None,
+) -> list[dict[str, Any]]:
+    """Results in the order of `rows`. Rows of one card and stack are computed one after the other: tables load once."""
+    order = sorted(range(len(rows)), key=lambda i: (rows[i]["system"], rows[i]["backend"], rows[i]["model_path"], i))
+    results: dict[int, dict[str, Any]] = {}
+    if jobs < 2:
+        for i in order:
+            results[i] = compared(rows[i], folder)
+            on_row(results[i])
+    else:
+        with ProcessPoolExecutor(jobs) as pool:
+            chunk = max(1, min(8, len(order) // (4 * jobs)))
+            found = pool.map(compared, (rows[i] for i in order), [folder] * len(order), chunksize=chunk)
+            for i, result in zip(order, found, strict=True):
+                results[i] = result
+                on_row(result)
+    return [results[i] for i in range(len(rows))]
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def summary(results: Sequence[dict[str, Any]], name: str) -> str:
+    errors = [r[f"{name}_error"] for r in results]
     size = sorted(map(abs, errors))
+    inside = sum(r[f"{name}_inside"] for r in results) / len(results)
     return (
         f"{len(size):4} rows   median {statistics.median(size):6.1%}   mean {statistics.fmean(size):6.1%}   "
         f"p90 {size[int(0.9 * (len(size) - 1))]:6.1%}   bias {statistics.median(errors):+6.1%}   "
-        f"80 % band covers {sum(inside) / len(inside):.0%}"
+        f"80 % band covers {inside:.0%}"
     )
+
+
+SLICES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "server": lambda r: f"{r['model']} {r['precision']} {r['system']} {r['stack']}",
+    "concurrency": lambda r: "concurrency " + next(
+        words for most, words in ((8, "1-8"), (32, "9-32"), (128, "33-128"), (10**9, "129-")) if r["concurrency"] <= most
+    ),
+    "lengths": lambda r: f"lengths {r['isl']} + {r['osl']}",
+    "ranks": lambda r: f"{r['tp']} rank(s)",
+}  # fmt: skip
+
+
+def table(results: Sequence[dict[str, Any]], seen: Iterable[str] = ()) -> str:
+    """All figures as text; slices whose median misses the target are marked."""
+    done = [r for r in results if "refused" not in r]
+    known = set(seen)
+    lines = [f"{len(done)} rows predicted, {len(results) - len(done)} refused"]
+    lines += [f"  refused: {r['id']}: {r['refused']}" for r in results if "refused" in r]
+    for name, target in TARGETS.items():
+        lines.append(f"\n{name.upper()} (target: median <= {target:.0%}; slices beyond it are marked *)")
+        for label, part in (
+            ("all rows", done),
+            ("rows not looked at while building", [r for r in done if r["id"] not in known]),
+            ("rows looked at", [r for r in done if r["id"] in known]),
+        ):
+            if part:
+                lines.append(f"  {label:44} {summary(part, name)}")
+        for key in SLICES.values():
+            slices: dict[str, list[dict[str, Any]]] = defaultdict(list)
+            for r in done:
+                slices[key(r)].append(r)
+            for label, part in sorted(slices.items()):
+                missed = statistics.median(abs(r[f"{name}_error"]) for r in part) > target
+                lines.append(f"{'*' if missed else ' '} {label:44} {summary(part, name)}")
+    return "\n".join(lines)
+
+
+def read(folder: Path) -> list[dict[str, str]]:
+    with (folder / "silicon_sample.csv").open(newline="", encoding="utf-8") as file:
+        return selected(csv.DictReader(file))
+
+
+def sample(rows: Sequence[dict[str, str]], number: int | None, seed: int = 0) -> list[dict[str, str]]:
+    if number is None or number >= len(rows):
+        return list(rows)
+    return [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), number))]
 
 
 def main() -> None:
@@ -114,53 +300,30 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="`systems` folder; default: of the installed aiconfigurator-core")
     parser.add_argument("--sample", type=int, help="so many rows, drawn with --seed; default: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--rows", action="store_true", help="one line per row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     folder = args.folder or installed_folder()
     if folder is None:
         parser.error("aiconfigurator-core is not installed; pip install 'twinfer[silicon]' or give --folder")
-    with (folder / "silicon_sample.csv").open(newline="", encoding="utf-8") as file:
-        rows = selected(csv.DictReader(file))
-    if args.sample is not None and args.sample < len(rows):
-        picked = sorted(random.Random(args.seed).sample(range(len(rows)), args.sample))
-        rows = [rows[i] for i in picked]
-    results: list[dict[str, Any]] = []
-    begin = time.monotonic()
-    for number, row in enumerate(rows, 1):
-        try:
-            found = predict(row, folder)
-        except TwinferError as error:
-            print(f"{row['id']}: {error}", file=sys.stderr)
-            continue
-        real = {"ttft": float(row["silicon_ttft_ms"]) / 1e3, "tpot": float(row["silicon_tpot_ms"]) / 1e3}
-        result: dict[str, Any] = {
-            "id": row["id"], "model": MODELS[row["model_path"]], "stack": row["backend"], "system": row["system"],
-            "precision": row["gemm_quant_mode"] or "bf16", "tp": row["tp_size"], "concurrency": concurrency(row),
-            "isl": row["isl"], "osl": row["osl"],
-        }  # fmt: skip
-        for name, value in real.items():
-            result |= {
-                f"{name}_real": value, f"{name}_predicted": found[name], f"{name}_error": found[name] / value - 1,
-                f"{name}_inside": found[f"{name}_low"] <= value <= found[f"{name}_high"],
-            }  # fmt: skip
-        results.append(result)
+    everything = read(folder)
+    rows = sample(everything, args.sample, args.seed)
+    begin, count = time.monotonic(), 0
+
+    def on_row(result: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
         if args.rows:
             print(json.dumps(result), flush=True)
         if sys.stderr.isatty():
-            print(f"\r{number}/{len(rows)} rows, {time.monotonic() - begin:.0f} s", end="", file=sys.stderr)
+            print(f"\r{count}/{len(rows)} rows, {time.monotonic() - begin:.0f} s", end="", file=sys.stderr)
+
+    results = evaluate(rows, folder, args.jobs, on_row)
     if args.json:
         json.dump(results, sys.stdout, indent=1)
         return
-    for name in ("tpot", "ttft"):
-        print(
-            f"\n{name.upper()}: {summary([r[f'{name}_error'] for r in results], [r[f'{name}_inside'] for r in results])}"
-        )
-        slices: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for r in results:
-            slices[f"{r['model']} {r['precision']} {r['system']} {r['stack']}"].append(r)
-        for label, part in sorted(slices.items()):
-            print(f"  {label:45} {summary([r[f'{name}_error'] for r in part], [r[f'{name}_inside'] for r in part])}")
+    print(table(results, (row["id"] for row in sample(everything, SEEN))))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,13 @@ def _scenario_options(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(rich_help_panel=_LIMITS, help="Tokens in one step.")
     ] = None,
+    max_outstanding: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=_LIMITS,
+            help="Steps launched before the first is done; 2 hides the CPU's work (simulator only).",
+        ),
+    ] = None,
     num_kv_blocks: Annotated[int | None, typer.Option(rich_help_panel=_LIMITS, help="Blocks of the KV pool.")] = None,
     kv_memory: Annotated[
         str | None,
@@ -239,8 +246,8 @@ class Scenario:
 
         g = self.given
         fields = {k: g[k] for k in ("model", "device", "dtype", "kv_dtype", "num_devices", *SIZES, "max_model_len",
-                                    "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "memory_fraction",
-                                    "preemption", "seed") if g[k] is not None}  # fmt: skip
+                                    "max_num_seqs", "max_num_batched_tokens", "max_outstanding", "num_kv_blocks",
+                                    "memory_fraction", "preemption", "seed") if g[k] is not None}  # fmt: skip
         fields |= {
             k: canonical_dtype(fields[k], _flag(k)) for k in ("dtype", "kv_dtype") if fields.get(k, "auto") != "auto"
         }

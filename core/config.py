@@ -63,6 +63,8 @@ class EngineConfig(Checked):
     num_kv_blocks / kv_memory_bytes: size of the KV pool; None derives it from device memory.
     preemption: what becomes of the KV of a sequence that must give way: it is computed again, or swapped to host
     memory of `host_kv_bytes` per device (when that is full, it is computed again).
+    max_outstanding: steps that may be launched before the first of them is done; 2 plans the next step, and hides the
+    work of the CPU, while the device computes (the engine does one at a time).
     memory_fraction: share of device memory that weights, activations and KV may use.
     tp, pp, cp, dp, ep: sizes of the parallel groups of one replica (`layout`; `core/layout.py` says what they are).
     num_devices: devices in all, a multiple of those of one replica; None: as many as one replica has.
@@ -82,6 +84,7 @@ class EngineConfig(Checked):
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_outstanding: int = Field(default=1, ge=1, le=2)
     num_kv_blocks: int | None = Field(default=None, ge=1)
     kv_memory_bytes: int | None = Field(default=None, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"

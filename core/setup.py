@@ -126,6 +126,11 @@ def resolve(
     the workload when known; "auto" context never needs to be longer.
     """
     needs = needs or Needs()
+    if config.max_outstanding > 1 and needs.world == "engine":
+        raise ConfigError(
+            "--max-outstanding", config.max_outstanding, "the engine launches a step when the one before is done",
+            "leave it out; the simulator can say what it would bring",
+        )  # fmt: skip
     model, techniques = adapt_model(config, spec, registry, needs)
     reasons = _conversion(spec, model, techniques)
     scheduler = registry.build("scheduler", config.scheduler)
@@ -150,6 +155,7 @@ def resolve(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_len,
+        max_outstanding=config.max_outstanding,
     )
     block_size = kv_cache.block_size(limits)
     groups = groups_of(model, kv_cache)

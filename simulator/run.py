@@ -4,8 +4,9 @@ The 80 % band of a metric (`intervals`)
     Errors of op times are calibration errors: the same op is wrong by the same share in every step. They
     are taken as fully correlated, so a run's time is uncertain by r = sum(sigma) / sum(seconds) over its
     steps, however many they are. The band of every metric is what it would be with all steps slower and
-    faster by 1.2816 r (80 % of a normal). When everything arrives at once, times simply scale; else the
-    run is simulated again with slow and with fast steps, so that queueing is part of the band.
+    faster by 1.2816 r (80 % of a normal). When everything arrives at once, or clients wait for answers before they
+    send again, all times scale; else the run is simulated again with slow and with fast steps, so that queueing
+    is part of the band.
     A first token hangs on few steps, which are disturbed one by one: where the device says by how much (`jitter_of`),
     the band of TTFT is wider by that over the root of their number.
 
@@ -120,8 +121,8 @@ class World:
 
     @property
     def at_once(self) -> bool:
-        """Everything arrives at the beginning: then times scale with the speed of steps."""
-        return self.concurrency is None and all(r.arrival == 0 for r in self.requests)
+        """Everything arrives at the beginning, or when an answer has ended: then times scale with those of steps."""
+        return self.concurrency is not None or all(r.arrival == 0 for r in self.requests)
 
 
 def prepare(
@@ -185,6 +186,7 @@ def prepare(
         return ops
 
     windows = [w for w in model.layer_windows if w is not None]
+    timer = StepTimer(ops_of, chain, windows, overlap=setup.limits.max_outstanding > 1)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -194,8 +196,8 @@ def prepare(
         "seed": config.seed,
     }
     return World(
-        setup, registry, device, requests, StepTimer(ops_of, chain, windows), workload.plain(), reasons, environment,
-        workload.concurrency, chain, ops_of,
+        setup, registry, device, requests, timer, workload.plain(), reasons, environment, workload.concurrency, chain,
+        ops_of,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ linear interpolation; attention is linear in context length, so this loses nothi
 Invariants
 * A step's cost depends on the multiset of its rows, not on their order.
 * `ops` sum to `seconds`, and sigmas add up: errors of op times are taken as fully correlated.
+* Where steps overlap, the CPU works on the next step while the device computes this one: only what the CPU takes longer
+  than the device counts, so a step lasts as long as the longer of the two.
 """
 
 from __future__ import annotations
@@ -42,22 +44,29 @@ class StepTimer:
 
     ops_of: the ops of a step (techniques already applied).  windows: sliding windows of the model's
     layers; rows on different sides of a window are kept in different groups.
+    overlap: whether the CPU's part of a step is done beside the device's.
     """
 
-    def __init__(self, ops_of: OpsOf, chain: OpTimeChain, windows: Sequence[int] = ()) -> None:
+    def __init__(self, ops_of: OpsOf, chain: OpTimeChain, windows: Sequence[int] = (), overlap: bool = False) -> None:
         self._ops_of = ops_of
         self._chain = chain
         self._windows = sorted(set(windows))
+        self._overlap = overlap
         self._known: dict[tuple[object, ...], StepCost] = {}
 
     def exact(self, shape: StepShape) -> StepCost:
         """Cost of a step, op by op."""
         ops: dict[str, float] = {}
         sigma = 0.0
-        for op in (*self._ops_of(shape), host_op(shape)):
+        for op in self._ops_of(shape):
             answer = self._chain.time(op)
             ops[op.name] = ops.get(op.name, 0.0) + answer.seconds * op.count
             sigma += answer.sigma * op.count
+        host = self._chain.time(host_op(shape))
+        waited = max(0.0, host.seconds - math.fsum(ops.values())) if self._overlap else host.seconds
+        ops["host"] = waited
+        if waited:
+            sigma += host.sigma
         return StepCost(math.fsum(ops.values()), sigma, ops)
 
     def cost(self, plan: StepPlan) -> StepCost:

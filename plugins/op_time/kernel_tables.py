@@ -1,6 +1,7 @@
 """Measured kernel times as curves that can answer for shapes nobody measured.
 
     known shape, point between two points:  the utilisation is interpolated in log2 of the axis
+    last number of the shape between two measured ones (tables with `lerp`):  likewise, then along the axis
     shape that was not measured:            the utilisation of its nearest shapes at the same point (inverse square
                                             distance in log2 of the shape), then time = bound / utilisation
 
@@ -64,9 +65,19 @@ class Curve:
 
 
 class KernelTable:
-    """Curves by shape. `rows`: (shape, point) to seconds."""
+    """Curves by shape. `rows`: (shape, point) to seconds.
 
-    def __init__(self, rows: Mapping[tuple[Shape, float], float], bound: Bound, weights: Sequence[float] = ()) -> None:
+    lerp: shapes that differ only in their last number are a grid, and what lies between two of them is interpolated.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[tuple[Shape, float], float],
+        bound: Bound,
+        weights: Sequence[float] = (),
+        *,
+        lerp: bool = False,
+    ) -> None:
         self.bound = bound
         self.weights = tuple(weights)
         by_shape: dict[Shape, list[tuple[float, float]]] = {}
@@ -76,6 +87,9 @@ class KernelTable:
         self.curves = {shape: self._curve(shape, sorted(points)) for shape, points in by_shape.items()}
         self._places = {shape: self._place(shape) for shape in self.curves}
         self._near: dict[Shape, list[tuple[float, Shape]]] = {}
+        self._grid: dict[Shape, list[float]] = {}
+        for shape in sorted(self.curves) if lerp else ():
+            self._grid.setdefault(shape[:-1], []).append(shape[-1])
 
     def _curve(self, shape: Shape, points: list[tuple[float, float]]) -> Curve:
         at = [p for p, _ in points]
@@ -112,10 +126,13 @@ class KernelTable:
         if own is not None:
             use, beyond, exact = own.use_at(point)
             if exact:
-                return Answer(own.seconds[own.points.index(point)], SPREAD / 2, "measured", "this very point")
+                return Answer(own.seconds[bisect_left(own.points, point)], SPREAD / 2, "measured", "this very point")
             rule = "interpolated" if not beyond else "extrapolated"
             detail = f"{2**use:.0%} of the bound" + (f", {beyond:.1f} octaves beyond the table" if beyond else "")
             return Answer(bound / 2**use, SPREAD + BEYOND_SPREAD * beyond, rule, detail)
+        between = self._between(shape, point, bound, leave_out)
+        if between is not None:
+            return between
         total = weight_sum = 0.0
         beyond = 0.0
         near = self.near(shape, leave_out)
@@ -129,6 +146,21 @@ class KernelTable:
         spread = SPREAD + FAR_SPREAD * nearest[0] + BEYOND_SPREAD * beyond
         words = ", ".join(f"{x:g}" for x in nearest[1])
         return Answer(bound / 2**use, spread, "transferred", f"{2**use:.0%} of the bound, as of ({words})")
+
+    def _between(self, shape: Shape, point: float, bound: float, leave_out: bool) -> Answer | None:
+        """The answer from shapes that differ only in the last number; None where there are none on both sides."""
+        grid = self._grid.get(shape[:-1], [])
+        at = bisect_left(grid, shape[-1])
+        above = at + (leave_out and at < len(grid) and grid[at] == shape[-1])
+        if at == 0 or above >= len(grid):
+            return None
+        low, high = grid[at - 1], grid[above]
+        share = math.log2(shape[-1] / low) / math.log2(high / low)
+        (a, beyond_a, _), (b, beyond_b, _) = (self.curves[(*shape[:-1], x)].use_at(point) for x in (low, high))
+        use = a + (b - a) * share
+        beyond = beyond_a + (beyond_b - beyond_a) * share
+        words = f"{2**use:.0%} of the bound, between those of {low:g} and {high:g}"
+        return Answer(bound / 2**use, SPREAD + BEYOND_SPREAD * beyond, "interpolated", words)
 
 
 def median_rows(keys: Sequence[tuple[Shape, float]], seconds: Sequence[float]) -> dict[tuple[Shape, float], float]:

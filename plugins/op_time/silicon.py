@@ -5,22 +5,24 @@
 The package holds kernel times of one GPU under several serving stacks. This file turns them into `KernelTable`s and
 asks them for twinfer's ops; what they do not cover goes to the next model of the chain.
 
-    gemm        by (n, k) over m                                    dtypes bfloat16, fp8 (scales per tensor or per block)
-    attention   prefill rows by heads over length, decode rows by heads and batch over context
-    comm        all-reduce of the stack by ranks over bytes; other collectives of NCCL
+    gemm         by (n, k) over m                            dtypes bfloat16, fp8 (scales per tensor or per block)
+    attention    by heads and rows: prompts over length, decode rows over context; bfloat16 or fp8 KV
+    elementwise  streaming kernels by bytes; a launch as of the kernel that narrows activations (`stacks.py`)
+    comm         all-reduce of the stack by ranks over bytes; other collectives of NCCL
 
 Invariants
 * Nothing is read before the first question, each file once per process; torch and the network are never needed.
 * Several rows in one launch: their times above the launch overhead add up, the overhead counts once.
+* A version that was not measured is answered by the next one that was, with the spread between versions added.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ from twinfer.plugins.op_time.expert_tables import ExpertTables
 from twinfer.plugins.op_time.kernel_tables import Answer, KernelTable, Shape, median_rows
 from twinfer.plugins.op_time.latent_tables import LatentTables
 from twinfer.plugins.op_time.state_tables import StateTables
+from twinfer.plugins.op_time.stacks import STACKS, STREAMING, Stack
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
@@ -48,6 +51,10 @@ SYSTEMS = {
 
 _GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16"}
 _KV_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
+_TABLES = {"gemm": "gemm_perf", "attention": "generation_attention_perf", "comm": "custom_allreduce_perf"}
+VERSION_SPREAD = (
+    0.08  # between versions of a stack, same kernel and shape: `"between versions" of bench/fidelity_tables.py`
+)
 
 
 class Silicon(Technique):
@@ -56,14 +63,16 @@ class Silicon(Technique):
     reference = "AIConfigurator: arXiv:2601.06288"
 
     class Options(technique.Options):
-        """stack: serving stack whose kernels were measured.  version: of the stack, the newest by default.
-        fp8: products with one scale a tensor, or per block of 128.  folder: `systems` folder of the tables, that of the installed package by default."""
+        """stack: serving stack whose kernels were measured.  version: of the stack, the newest measured by default.
+        fp8: products with one scale a tensor, or per block of 128.  fused_all_reduce: it takes the norm after it along.
+        folder: `systems` folder of the tables, that of the installed package by default."""
 
         stack: str = Field(default="vllm", pattern="^(vllm|sglang|trtllm)$", description="vllm, sglang or trtllm")
-        version: str | None = Field(default=None, description="version of the stack; None takes the newest measured")
+        version: str | None = Field(default=None, description="version of the stack; None: the newest measured")
         fp8: str = Field(
             default="tensor", pattern="^(tensor|block)$", description="scales of FP8 products: tensor or block"
         )
+        fused_all_reduce: bool = Field(default=False, description="the norm after an all-reduce is done in its kernel")
         folder: str | None = Field(default=None, description="folder of the tables; None takes the installed package")
 
     @classmethod
@@ -76,13 +85,15 @@ class Silicon(Technique):
         system = SYSTEMS.get(device.name)
         if system is None:
             return None
-        tables = _tables(str(self._folder()), system, self.options.stack, self.options.version)
-        answer = tables.time(op, device, fp8="fp8_block" if self.options.fp8 == "block" else "fp8")
+        tables = _tables(self._folder, system, self.options.stack, self.options.version)
+        fp8 = "fp8_block" if self.options.fp8 == "block" else "fp8"
+        answer = tables.time(op, device, fp8=fp8, fused_all_reduce=self.options.fused_all_reduce)
         if answer is None:
             return None
         return OpTime(answer.seconds, answer.seconds * answer.spread, answer.source, f"{tables.label}: {answer.detail}")
 
-    def _folder(self) -> Path:
+    @cached_property
+    def _folder(self) -> str:
         given = self.options.folder
         if given is not None:
             folder = Path(given)
@@ -91,14 +102,14 @@ class Silicon(Technique):
                     "--op-time silicon:folder", given, "holds no folder `data` of kernel tables",
                     "give the `systems` folder of aiconfigurator-core",
                 )  # fmt: skip
-            return folder
+            return str(folder)
         folder_or_none = installed_folder()
         if folder_or_none is None:
             raise ConfigError(
                 "--op-time", "silicon", "the package aiconfigurator-core is not installed",
                 "pip install 'twinfer[silicon]', or leave it out",
             )  # fmt: skip
-        return folder_or_none
+        return str(folder_or_none)
 
 
 @cache
@@ -128,21 +139,34 @@ class SystemTables:
         self.latent = LatentTables(self._read, stack, self._product_seconds)
         self.exchange = ExchangeTables(self._read, stack)
         self.state = StateTables(self._read, stack)
+        self._facts = STACKS.get(stack, Stack())
+        self._other_version: set[str] = set()  # tables that lack the version that was asked for
 
-    def time(self, op: Op, device: DeviceSpec, fp8: str = "fp8") -> Answer | None:
+    def time(self, op: Op, device: DeviceSpec, fp8: str = "fp8", fused_all_reduce: bool = False) -> Answer | None:
+        answer = self._time(op, device, fp8, fused_all_reduce)
+        if answer is not None and answer.seconds and _TABLES.get(op.kind) in self._other_version:
+            spread = math.hypot(answer.spread, VERSION_SPREAD)
+            return replace(answer, spread=spread, detail=f"{answer.detail}; another version than asked for")
+        return answer
+
+    def _time(self, op: Op, device: DeviceSpec, fp8: str, fused_all_reduce: bool) -> Answer | None:
         if op.of is not None and op.kind != "comm":
             return (
                 self.experts.time(op, device, fp8) or self.latent.time(op, device, fp8) or self.state.time(op, device)
             )
         if op.kind == "gemm" and len(op.shape) == 3:
-            dtype = fp8 if op.dtype == "fp8" else _GEMM_DTYPES.get(op.dtype)
-            m, n, k = op.shape
-            table = self.gemm(dtype, device) if dtype else None
-            return table.time((n, k), m) if table is not None else None
+            return self._product(op, device, fp8)
         if op.kind == "attention" and len(op.shape) == 5 and op.shape[2] == op.shape[3]:
             return self._attention(op, device)
         if op.kind == "comm" and op.comm_bytes > 0:
-            return self.exchange.time(op, device)
+            answer = self.exchange.time(op, device)
+            if answer is not None and fused_all_reduce and op.name == "all_reduce":
+                return _less(answer, self.launch(device), "does the norm's launch")
+            return answer
+        if op.name == "quantize_input" and op.dtype == "fp8" and self.gemm(fp8, device) is not None:
+            return Answer(0.0, 0.0, "measured", "part of the measured product")
+        if op.kind in ("elementwise", "gather") and op.name in STREAMING:
+            return self._stream(op, device)
         return None
 
     def _product_seconds(self, m: int, n: int, k: int, dtype: str, device: DeviceSpec) -> float | None:
@@ -150,18 +174,55 @@ class SystemTables:
         answer = table.time((n, k), m) if table is not None else None
         return None if answer is None else answer.seconds
 
+    # --- streaming kernels ------------------------------------------------------------------------
+
+    def narrowing(self, device: DeviceSpec) -> KernelTable | None:
+        """Shapes (k,) over m: the kernel that narrows [m, k] activations to FP8 with a given scale."""
+
+        def make() -> KernelTable | None:
+            rows = self._read("quantize", "scale_matrix_perf", self.stack, ["quant_dtype", "m", "k", "latency"])
+            if rows is None:
+                return None
+            found = zip(*(rows[c] for c in ("quant_dtype", "m", "k", "latency")), strict=True)
+            points = [(((float(k),), float(m)), ms * 1e-3) for kind, m, k, ms in found if kind == "fp8"]
+            table = median_rows([key for key, _ in points], [s for _, s in points])
+            rate = 0.9 * device.memory_bandwidth
+            return KernelTable(table, lambda shape, m: 1.5e-6 + NARROWED * m * shape[0] / rate) if table else None
+
+        return self._table(("narrowing",), make)
+
+    def launch(self, device: DeviceSpec) -> float | None:
+        """s of a kernel with next to nothing to do: the least that the stack's narrowing kernel takes in a graph."""
+        table = self.narrowing(device)
+        return None if table is None else min(min(curve.seconds) for curve in table.curves.values())
+
+    def _stream(self, op: Op, device: DeviceSpec) -> Answer | None:
+        launch = self.launch(device)
+        if launch is None:
+            return None
+        launches = self._facts.launches.get(op.name, 1)
+        if not launches:
+            return Answer(0.0, 0.0, "measured", "part of the measured attention")
+        seconds = launches * launch + op.bytes / (STREAMED * device.memory_bandwidth)
+        words = f"{launches} x {launch * 1e6:.1f} us, {op.bytes / 1e6:.2f} MB at {STREAMED:.0%} of the bandwidth"
+        return Answer(seconds, STREAM_SPREAD, "transferred", words)
+
     # --- files ----------------------------------------------------------------------------------
 
     def _read(self, family: str, name: str, stack: str, columns: list[str]) -> Mapping[str, list[Any]] | None:
-        """Columns of the newest (or the wanted) version of a table; None when the system has none."""
+        """Columns of the wanted version of a table, of the next one measured (else the newest); None without any."""
         import pyarrow.parquet as parquet
 
         home = self.folder / family / stack
         versions = sorted((p for p in home.glob("*") if (p / f"{name}.parquet").exists()), key=lambda p: _order(p.name))
-        if self.version is not None and stack == self.stack:
-            versions = [p for p in versions if p.name == self.version]
         if not versions:
             return None
+        if self.version is not None and stack == self.stack:
+            wanted = _order(self.version)
+            since = [p for p in versions if _order(p.name) >= wanted]
+            versions = since[:1] or versions
+            if versions[-1].name != self.version:
+                self._other_version.add(name)
         file = parquet.ParquetFile(versions[-1] / f"{name}.parquet")
         there = [column for column in columns if column in file.schema_arrow.names]
         found: dict[str, list[Any]] = file.read(columns=there).to_pydict()
@@ -175,6 +236,17 @@ class SystemTables:
         return self._known[key]
 
     # --- gemm -----------------------------------------------------------------------------------
+
+    def _product(self, op: Op, device: DeviceSpec, fp8: str) -> Answer | None:
+        dtype = fp8 if op.dtype == "fp8" else _GEMM_DTYPES.get(op.dtype)
+        m, n, k = op.shape
+        table = self.gemm(dtype, device) if dtype else None
+        answer = table.time((n, k), m) if table is not None else None
+        if answer is not None and dtype == "fp8" and op.name in self._facts.narrowed_before:
+            narrowing = self.narrowing(device)
+            saved = narrowing.time((float(k),), m) if narrowing is not None else None
+            return _less(answer, saved and saved.seconds, "narrowed by the kernel before")
+        return answer
 
     def gemm(self, dtype: str, device: DeviceSpec) -> KernelTable | None:
         """Shapes (n, k) over m, one dtype of the package."""
@@ -204,7 +276,7 @@ class SystemTables:
     # --- attention ------------------------------------------------------------------------------
 
     def prefill(self, device: DeviceSpec, head_dim: int, window: int, kv_dtype: str) -> KernelTable | None:
-        """Shapes (query heads, KV heads) over the length of one prompt (batch 1 and up, see `_batched`)."""
+        """Shapes (query heads, KV heads, prompts) over the length of each prompt."""
         return self._attention_table("context", device, head_dim, window, kv_dtype)
 
     def decode(self, device: DeviceSpec, head_dim: int, window: int, kv_dtype: str) -> KernelTable | None:
@@ -218,36 +290,35 @@ class SystemTables:
             axis = "isl" if kind == "context" else "step"
             columns = [
                 "batch_size", axis, "num_heads", "num_key_value_heads", "head_dim", "window_size", "kv_cache_dtype",
-                "latency",
+                "attn_dtype", "latency",
             ]  # fmt: skip
             rows = self._read("attention", f"{kind}_attention_perf", self.stack, columns)
             if rows is None:
                 return None
-            keys, seconds = [], []
-            for batch, x, heads, kv_heads, dim, wide, kv, ms in zip(*(rows[c] for c in columns), strict=True):
-                if dim == head_dim and wide == window and kv == kv_dtype:
-                    keys.append(((heads, kv_heads, batch), x if kind == "context" else x + 1))
-                    seconds.append(ms * 1e-3)
-            if not keys:
+            found: dict[bool, list[tuple[tuple[Shape, float], float]]] = {False: [], True: []}
+            for batch, x, heads, kv_heads, dim, wide, kv, computed, ms in zip(*(rows[c] for c in columns), strict=True):
+                if dim == head_dim and wide == window and _KV_DTYPES.get(kv) == kv_dtype:
+                    key = ((heads, kv_heads, batch), x if kind == "context" else x + 1)
+                    found[computed == kv_dtype == "fp8"].append((key, ms * 1e-3))
+            points = found[True] or found[False]  # where KV is in FP8, stacks compute in it when they can
+            if not points:
                 return None
             bound = attention_bound(kind, device, head_dim, window, 1.0 if kv_dtype == "fp8" else 2.0)
-            return KernelTable(median_rows(keys, seconds), bound)
+            return KernelTable(median_rows([key for key, _ in points], [s for _, s in points]), bound, lerp=True)
 
         return self._table((kind, head_dim, window, kv_dtype), make)
 
     def _attention(self, op: Op, device: DeviceSpec) -> Answer | None:
         heads, kv_heads, head_dim, _, window = op.shape
-        kv_dtype = _KV_DTYPES.get(op.dtype)
+        kv_dtype = _KV_DTYPES.get(op.kv_dtype or op.dtype)
         if kv_dtype is None:
             return None
-        decode = [row for row in op.rows if row.queries == 1]
+        decode = [row.keys for row in op.rows if row.queries == 1]
         prefill = [row for row in op.rows if row.queries > 1]
         parts: list[Answer] = []
         if decode:
             table = self.decode(device, head_dim, window, kv_dtype)
-            answer = table and table.time(
-                (heads, kv_heads, len(decode)), max(1.0, sum(r.keys for r in decode) / len(decode))
-            )
+            answer = table and table.time((heads, kv_heads, len(decode)), max(1.0, sum(decode) / len(decode)))
             if not answer:
                 return None
             parts.append(answer)
@@ -255,7 +326,7 @@ class SystemTables:
             table = self.prefill(device, head_dim, window, kv_dtype)
             if table is None:
                 return None
-            parts += [_chunk(table, heads, kv_heads, row, n) for row, n in sorted(Counter(prefill).items())]
+            parts.append(_prompts(table, heads, kv_heads, prefill))
         floor = _LAUNCH * (len(parts) - 1)
         seconds = max(sum(p.seconds for p in parts) - floor, max(p.seconds for p in parts))
         most = max(parts, key=lambda p: p.seconds)
@@ -269,6 +340,9 @@ class SystemTables:
 
 
 _LAUNCH = 8e-6  # s: attention's launch overhead within the bounds below
+NARROWED = 3.0  # bytes a value moved by the kernel that narrows bfloat16 to FP8
+STREAMED = 0.8  # of the bandwidth that a streaming kernel reaches (`elementwise_memory` of measured devices)
+STREAM_SPREAD = 0.15
 
 
 def attention_bound(
@@ -293,16 +367,24 @@ def attention_bound(
     return context if kind == "context" else generation
 
 
-def _chunk(table: KernelTable, heads: int, kv_heads: int, row: RowShape, rows: int) -> Answer:
-    """`rows` equal prompts, or chunks of prompts: a chunk takes what a whole prompt of as many pairs takes."""
-    length = max(1.0, (math.sqrt(8 * visible_pairs(row.queries, row.keys) + 1) - 1) / 2)
-    answer = table.time((heads, kv_heads, rows), length)
+def _prompts(table: KernelTable, heads: int, kv_heads: int, rows: Sequence[RowShape]) -> Answer:
+    """Prompts, or chunks of prompts, in one launch: as long as equal prompts, as many, with as many pairs in all."""
+    pairs = sum(visible_pairs(row.queries, row.keys) for row in rows) / len(rows)
+    length = max(1.0, (math.sqrt(8 * pairs + 1) - 1) / 2)
+    answer = table.time((heads, kv_heads, len(rows)), length)
     assert answer is not None
-    if row.queries < row.keys:
-        return Answer(
-            answer.seconds, answer.spread + 0.05, "transferred", f"{answer.detail}, as a prompt of {length:.0f}"
-        )
-    return answer
+    if all(row.queries == row.keys == rows[0].keys for row in rows):
+        return answer
+    words = f"{answer.detail}, as {len(rows)} prompt(s) of {length:.0f}"
+    return Answer(answer.seconds, answer.spread + 0.05, "transferred", words)
+
+
+def _less(answer: Answer, saved: float | None, why: str) -> Answer:
+    """`answer` without a kernel of `saved` s that the stack does not launch."""
+    if not saved:
+        return answer
+    seconds = max(answer.seconds - saved, 0.5 * answer.seconds)
+    return replace(answer, seconds=seconds, detail=f"{answer.detail}; {why}: -{saved * 1e6:.1f} us")
 
 
 def _peak(device: DeviceSpec, dtype: str) -> float:

@@ -115,7 +115,7 @@ def quantized_inputs(ops: Sequence[Op], dtype: str, act_dtype: str, flops: float
                     flops * size,
                     size * wide,
                     size * narrow,
-                    act_dtype,
+                    dtype,
                     op.count,
                     (m, k),
                 )

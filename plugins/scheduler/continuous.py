@@ -29,6 +29,10 @@ class Continuous(Technique):
             None, ge=1, description="most prompt tokens of one request per step; None: what the budget leaves"
         )
         policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of the queue")
+        admission: Literal["grow", "whole"] = Field(
+            "grow",
+            description="grow: admit what fits now; whole: only what fits at its full length, so none is preempted",
+        )
 
     options: Options
 
@@ -44,7 +48,8 @@ class Continuous(Technique):
             running = sorted(view.running, key=_rank)
         for seq in running:
             yield Want(seq, most if partial else seq.remaining, partial)
-        for seq in view.waiting:
+        waiting = _fitting(view) if self.options.admission == "whole" else view.waiting
+        for seq in waiting:
             yield Want(seq, most if partial else seq.known, partial)
 
     def victims(self, view: View, shortage: Shortage) -> Iterable[Sequence]:
@@ -54,6 +59,21 @@ class Continuous(Technique):
             return [s for s in ranked if _rank(s) >= _rank(shortage.seq)]
         ranked = sorted(view.running, key=_age, reverse=True)
         return [s for s in ranked if s.number >= shortage.seq.number]
+
+
+def _fitting(view: View) -> Iterable[Sequence]:
+    """Waiting sequences whose full length fits beside the full lengths of all that run; alone, one may always try."""
+    if not view.num_waiting:
+        return
+    size = view.block_size
+    room = view.limits.num_blocks - sum(-(-seq.limit // size) for seq in view.running)
+    alone = not view.running
+    for seq in view.waiting:
+        room -= -(-seq.limit // size)
+        if room < 0 and not alone:
+            return
+        alone = False
+        yield seq
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -15,6 +15,7 @@ COMMANDS = (
     "run",
     "simulate",
     "compare",
+    "explain",
     "memory",
     "calibrate",
     "replay",

@@ -16,6 +16,7 @@ from twinfer.core.policy import Limits, Scheduler
 from twinfer.core.request import Request
 from twinfer.plugins.kv_cache.paged import Paged
 from twinfer.plugins.scheduler.continuous import Continuous
+from twinfer.plugins.scheduler.prompts_first import PromptsFirst
 from twinfer.plugins.scheduler.static import Static
 
 
@@ -260,3 +261,37 @@ def test_schedulers_keep_the_protocol(scheduler: type[Any]) -> None:
     assert isinstance(scheduler(), Scheduler)
     assert scheduler.summary and scheduler.reference and scheduler.name
     assert all(field.description for field in scheduler.Options.model_fields.values())
+
+
+# --- prompts first ------------------------------------------------------------------------------------
+
+
+def test_prompts_run_alone_before_any_answer_goes_on() -> None:
+    bench = Bench(PromptsFirst(), max_num_batched_tokens=16)
+    bench.submit("a", 4, 4)
+    bench.step()
+    bench.submit("b", 20, 2)
+    steps = bench.run()
+    assert steps == [{"a": 4}, {"b": 16}, {"b": 4}, {"a": 1, "b": 1}, {"a": 1}, {"a": 1}]
+
+
+def test_a_prompt_that_does_not_fit_yet_stops_no_answer() -> None:
+    bench = Bench(PromptsFirst(), max_num_seqs=1)
+    bench.submit("a", 4, 3)
+    bench.submit("b", 4, 1)
+    assert bench.run() == [{"a": 4}, {"a": 1}, {"a": 1}, {"b": 4}]
+
+
+# --- admission at full length ---------------------------------------------------------------------------
+
+
+def test_whole_admission_takes_only_what_can_end_beside_the_others() -> None:
+    for admission, waits in (("grow", False), ("whole", True)):
+        bench = Bench(Continuous(Continuous.Options(admission=admission)), num_blocks=6)
+        bench.submit("a", 7, 8)
+        bench.submit("b", 7, 8)
+        bench.submit("c", 7, 8)
+        bench.run()
+        assert ("b" not in bench.steps[0]) is waits
+        assert bool([seq for plan in bench.plans for seq in plan.preempted]) is not waits
+        assert {end.reason for end in bench.ends.values()} == {"length"}

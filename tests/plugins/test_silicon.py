@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,22 @@ def test_left_out_shapes_are_not_looked_at() -> None:
     rows = {((n,), p): law((n,), p) / (0.1 if n == 4.0 else 0.5) for n in (1.0, 4.0, 16.0) for p in (1.0, 8.0)}
     answer = KernelTable(rows, law).time((4.0,), 8.0, leave_out=True)
     assert answer is not None and answer.seconds == pytest.approx(law((4.0,), 8.0) / 0.5)
+
+
+def test_the_last_number_of_a_shape_is_interpolated_where_it_is_a_grid() -> None:
+    rows = {((2.0, b), p): b * p * 1e-6 / use for b, use in ((1.0, 0.25), (4.0, 1.0)) for p in (1.0, 64.0)}
+    bound = lambda shape, p: shape[1] * p * 1e-6  # noqa: E731
+    between = KernelTable(rows, bound, lerp=True).time((2.0, 2.0), 8.0)
+    assert between is not None and between.source == "interpolated"
+    assert between.seconds == pytest.approx(2 * 8e-6 / 0.5), "half way in log2, so is its utilisation"
+    outside = KernelTable(rows, bound, lerp=True).time((2.0, 16.0), 8.0)
+    assert outside is not None and outside.source == "transferred"
+
+
+def test_a_grid_point_left_out_is_read_off_its_neighbours() -> None:
+    rows = {((1.0, b), p): b * p * 1e-6 / (0.1 if b == 2.0 else 0.5) for b in (1.0, 2.0, 4.0) for p in (1.0, 8.0)}
+    answer = KernelTable(rows, lambda s, p: s[1] * p * 1e-6, lerp=True).time((1.0, 2.0), 8.0, leave_out=True)
+    assert answer is not None and answer.seconds == pytest.approx(2 * 8e-6 / 0.5)
 
 
 def test_repeated_measurements_count_as_their_median() -> None:
@@ -131,7 +148,7 @@ def test_rows_of_one_launch_pay_the_launch_once(systems: Path) -> None:
 
 def test_a_chunk_takes_what_a_prompt_of_as_many_pairs_takes(systems: Path) -> None:
     chunk = model(systems).time(attention((512, 1024)), H100)
-    assert chunk is not None and chunk.source == "transferred" and "as a prompt of 887" in chunk.detail
+    assert chunk is not None and chunk.source == "transferred" and "as 1 prompt(s) of 887" in chunk.detail
 
 
 def test_collectives_come_from_nccl_where_the_stack_has_none(systems: Path) -> None:
@@ -173,3 +190,99 @@ def test_versions_sort_as_numbers() -> None:
 
 def test_system_tables_of_a_missing_system_are_empty(tmp_path: Path) -> None:
     assert SystemTables(tmp_path / "data" / "none", "vllm", None).gemm("bfloat16", H100) is None
+
+
+# --- what a stack does in one kernel, and what a measured time holds -------------------------------
+
+
+@pytest.fixture
+def fp8(systems: Path) -> Path:
+    """Products in FP8 of 100 us, of which narrowing 64 tokens takes 5 us, another 1 us a token; fp8 KV at half the time."""
+    for stack in ("vllm", "trtllm", "sglang"):
+        write(systems, f"gemm/{stack}", "gemm_perf", [
+            {"gemm_dtype": "fp8", "m": m, "n": 4096, "k": 4096, "latency": 0.1} for m in (1, 64, 4096)
+        ], "1.0")  # fmt: skip
+        write(systems, f"quantize/{stack}", "scale_matrix_perf", [
+            {"quant_dtype": "fp8", "m": m, "k": 4096, "latency": 0.005 if m < 4096 else 0.1} for m in (1, 64, 4096)
+        ], "1.0")  # fmt: skip
+    heads = {"num_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "step": 1023, "isl": 1, "batch_size": 4}
+    write(systems, "attention/sglang", "generation_attention_perf", [
+        heads | {"kv_cache_dtype": kv, "attn_dtype": computed, "latency": ms}
+        for kv, computed, ms in (("bfloat16", "bfloat16", 0.02), ("fp8", "bfloat16", 0.015), ("fp8", "fp8", 0.01))
+    ], "1.0")  # fmt: skip
+    return systems
+
+
+def product(name: str, m: int = 64) -> Op:
+    return Op(name, "gemm", 1.0, 1.0, 1.0, "fp8", shape=(m, 4096, 4096))
+
+
+def streaming(name: str, m: int = 64, dtype: str = "bfloat16") -> Op:
+    return Op(name, "elementwise", 1.0, 2.0 * m * 4096, 1.0 * m * 4096, dtype, shape=(m, 4096))
+
+
+def test_narrowing_is_part_of_the_measured_product_and_not_counted_twice(fp8: Path) -> None:
+    source = model(fp8)
+    own, of_int8 = (
+        source.time(streaming("quantize_input", dtype="fp8"), H100),
+        streaming("quantize_input", dtype="int8"),
+    )
+    assert own is not None and own.seconds == 0 and "part of" in own.detail
+    assert source.time(of_int8, H100) is None, "of products that were not measured it is work of its own"
+
+
+@pytest.mark.parametrize(
+    ("stack", "narrowed"),
+    [("vllm", {"qkv_proj", "gate_up_proj", "down_proj"}), ("trtllm", {"o_proj", "down_proj"}), ("sglang", set())],
+)
+def test_a_stack_saves_the_narrowing_that_the_kernel_before_does(fp8: Path, stack: str, narrowed: set[str]) -> None:
+    source = model(fp8, stack=stack)
+    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+        answer = source.time(product(name), H100)
+        assert answer is not None
+        assert answer.seconds == pytest.approx(95e-6 if name in narrowed else 100e-6), name
+
+
+def test_a_streaming_kernel_takes_a_measured_launch_and_its_bytes(fp8: Path) -> None:
+    moving = 3.0 * 64 * 4096 / (0.8 * H100.memory_bandwidth)
+    norms, rope = (model(fp8).time(streaming(name), H100) for name in ("norms", "rope_kv_write"))
+    assert norms is not None and norms.seconds == pytest.approx(5e-6 + moving) and norms.source == "transferred"
+    assert rope is not None and rope.seconds == pytest.approx(10e-6 + moving), "two launches under vLLM"
+    within = model(fp8, stack="trtllm").time(streaming("rope_kv_write"), H100)
+    assert within is not None and within.seconds == 0
+
+
+def test_keys_and_values_are_read_in_their_own_format(fp8: Path) -> None:
+    op = Op(
+        "attention", "attention", 1.0, 1.0, 1.0, "bfloat16", shape=(32, 8, 128, 128, 0), rows=(RowShape(1, 1024),) * 4
+    )
+    source = model(fp8, stack="sglang")
+    wide, narrow = source.time(op, H100), source.time(replace(op, kv_dtype="fp8"), H100)
+    assert wide is not None and wide.seconds == pytest.approx(20e-6)
+    assert narrow is not None and narrow.seconds == pytest.approx(10e-6), (
+        "computed in FP8, too, where that was measured"
+    )
+    assert source.time(replace(op, kv_dtype="int4"), H100) is None
+
+
+def test_prompts_of_a_step_are_one_launch(systems: Path) -> None:
+    both = model(systems).time(attention((128, 128), (128, 128)), H100)
+    assert both is not None and both.seconds == pytest.approx(10.256e-6) and both.source == "measured"
+    mixed = model(systems).time(attention((100, 100), (150, 150)), H100)
+    assert mixed is not None and mixed.source == "transferred" and mixed.seconds == pytest.approx(10.256e-6, rel=0.02)
+
+
+def test_another_version_than_was_measured_is_less_sure(systems: Path) -> None:
+    same, other = (model(systems, version=v).time(gemm(64), H100) for v in ("0.10.0", "0.11.0"))
+    assert same is not None and other is not None and other.seconds == same.seconds
+    assert other.sigma > same.sigma and "another version" in other.detail
+
+
+def test_an_all_reduce_that_does_the_norm_saves_its_launch(fp8: Path) -> None:
+    write(fp8, "comm/trtllm", "custom_allreduce_perf", [
+        {"num_gpus": 2, "message_size": size, "latency": 0.02} for size in (1024, 1 << 20)
+    ], "1.0")  # fmt: skip
+    op = Op("all_reduce", "comm", 0.0, 1024, 1024, "bfloat16", shape=(2,), comm_bytes=1024)
+    plain, fused = (model(fp8, stack="trtllm", fused_all_reduce=f).time(op, H100) for f in (False, True))
+    assert plain is not None and fused is not None
+    assert plain.seconds == pytest.approx(20e-6) and fused.seconds == pytest.approx(15e-6, rel=0.02)

@@ -17,10 +17,11 @@ from twinfer.core.device import load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
+from twinfer.core.setup import resolve
 from twinfer.core.work import RowShape, StepShape, step_ops
 from twinfer.core.workload import Workload
 from twinfer.simulator.op_time import build_chain
-from twinfer.simulator.run import flat, simulate
+from twinfer.simulator.run import flat, prepare, run_world, simulate
 from twinfer.simulator.step_time import StepTimer
 
 REGISTRY = Registry(entry_points=False)
@@ -254,3 +255,28 @@ def test_a_closed_loop_of_one_client_is_one_request_after_the_other() -> None:
     record = predicted(Workload(num_requests=5, concurrency=1, input_len=100, output_len=20))
     alone = predicted(Workload(num_requests=1, input_len=100, output_len=20))
     assert record.metrics["duration"] == pytest.approx(5 * alone.metrics["duration"], rel=1e-6)
+
+
+def test_all_times_of_a_closed_loop_scale_with_its_steps() -> None:
+    """Why its bands need no further runs: what is asked next hangs on answers alone."""
+    workload = Workload(num_requests=30, concurrency=4, input_len=300, output_len=20, lengths="uniform", spread=0.5)
+    world = prepare(EngineConfig(model="llama-3.1-8b", device="h100-sxm"), workload, REGISTRY)
+    one, two = (flat(run_world(world, scale, lambda *_: None, None, False)[0].metrics) for scale in (1.0, 2.0))
+    for name in one:
+        if name.partition(".")[0] in ("ttft", "tpot", "itl", "e2e", "duration"):
+            assert two[name] == pytest.approx(2 * one[name], rel=1e-9), name
+    assert two["output_throughput"] == pytest.approx(one["output_throughput"] / 2, rel=1e-9)
+
+
+def test_planning_ahead_hides_the_cpu_and_delays_who_comes_meanwhile() -> None:
+    workload = Workload(num_requests=12, concurrency=4, input_len=100, output_len=30)
+    apart, ahead = (predicted(workload, max_outstanding=n) for n in (1, 2))
+    check(ahead, 12)
+    assert ahead.metrics["tpot"]["mean"] < apart.metrics["tpot"]["mean"]
+    assert sum(s.ops.get("host", 0.0) for s in ahead.steps) == 0 < sum(s.ops["host"] for s in apart.steps)
+
+
+def test_the_engine_does_not_plan_ahead_and_says_so() -> None:
+    config = EngineConfig(model="llama-3.1-8b", max_outstanding=2, num_kv_blocks=8)
+    with pytest.raises(ConfigError, match="--max-outstanding"):
+        resolve(config, resolve_spec("llama-3.1-8b"), REGISTRY)

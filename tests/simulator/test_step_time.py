@@ -129,3 +129,31 @@ def test_impossible_times_are_refused(seconds: float) -> None:
 def test_an_empty_step_costs_only_the_host() -> None:
     cost = timer().cost(StepPlan(0, ()))
     assert set(cost.ops) == {"host"}
+
+
+class Fixed:
+    """`device` s for every op of the step together, `host` s for the CPU's part."""
+
+    name = "fixed"
+
+    def __init__(self, device: float, host: float) -> None:
+        self._device, self._host = device, host
+
+    def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
+        if op.kind == "host":
+            return OpTime(self._host, self._host / 10, "test")
+        return OpTime(self._device if op.name == "lm_head" else 0.0, 0.0, "test")
+
+
+@pytest.mark.parametrize(("device", "host", "waited"), [(5e-3, 1e-3, 0.0), (1e-3, 5e-3, 4e-3)])
+def test_overlapped_steps_last_as_long_as_the_longer_of_device_and_cpu(
+    device: float, host: float, waited: float
+) -> None:
+    shape = StepShape.decode(100)
+    chain = OpTimeChain((Fixed(device, host),), H100)
+    apart, beside = (
+        StepTimer(lambda s: step_ops(SPEC, s), chain, overlap=overlap).exact(shape) for overlap in (False, True)
+    )
+    assert apart.seconds == pytest.approx(device + host) and apart.sigma == pytest.approx(host / 10)
+    assert beside.seconds == pytest.approx(max(device, host)) and beside.ops["host"] == pytest.approx(waited)
+    assert beside.sigma == (pytest.approx(host / 10) if waited else 0.0)

@@ -1,0 +1,42 @@
+"""What serving stacks do in one kernel that an op list counts as several, and what the measured tables hold.
+
+    gemm in FP8       every table was measured from 16-bit inputs, so it holds the kernel that narrows them; a stack that
+                      narrows inside the kernel before (a norm, an activation, attention) saves that kernel
+    norms, ...        streaming kernels: bytes at the bandwidth, and per launch the least that a measured kernel takes
+    rope_kv_write     one launch, or part of the measured attention
+
+Sources, read 2026-11: the collectors that made the tables (aiconfigurator, `collector/<stack>/collect_gemm.py`:
+`RowParallelLinear.forward` and `Linear.forward` on bfloat16, in CUDA graphs; `collect_attn.py`: queries, keys and
+values come after rotation, TensorRT-LLM's with rotation and write inside); its models, which count no narrowing before
+`o_proj` and `down_proj` under TensorRT-LLM; vLLM's compilation, which fuses norm or activation with static narrowing.
+
+Invariants
+* Only facts of stacks, nothing fitted; a stack that is not listed fuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """narrowed_before: linears whose FP8 input is narrowed (one scale a tensor) by the kernel before.
+
+    launches: of elementwise ops that are not one; 0 where the measured attention does it.
+    """
+
+    narrowed_before: frozenset[str] = frozenset()
+    launches: Mapping[str, int] = field(default_factory=dict)
+
+
+STACKS = {
+    "vllm": Stack(frozenset({"qkv_proj", "gate_up_proj", "down_proj"}), {"rope_kv_write": 2}),
+    "trtllm": Stack(frozenset({"o_proj", "down_proj"}), {"rope_kv_write": 0}),
+    "sglang": Stack(launches={"rope_kv_write": 2}),
+}
+STREAMING = frozenset({"norms", "rope_kv_write", "mlp_act", "embed", "sample"})
+"""Ops that read their inputs once, in order, and write their outputs once."""
+
+__all__ = ["STACKS", "STREAMING", "Stack"]

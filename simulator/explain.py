@@ -1,0 +1,68 @@
+"""Where the time of one step goes, op by op, and who said so.
+
+Invariants
+* The same ops, chain and sums as a simulated run's steps; a step that was explained costs what `simulate` charges.
+* Lines come in the order of execution within a layer, the CPU's part last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinfer.core.catalog import resolve_spec
+from twinfer.core.config import EngineConfig
+from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.registry import Registry, default_registry
+from twinfer.core.setup import adapt_model
+from twinfer.core.technique import Needs
+from twinfer.core.work import Op, StepShape, step_ops
+from twinfer.simulator.op_time import build_chain, host_op
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One op of the step. seconds, sigma: of all its launches; waited: False where it is hidden behind the device.
+
+    models: what each model of the chain says of one launch, in words; the first that answers is used.
+    """
+
+    op: Op
+    seconds: float
+    sigma: float
+    source: str
+    detail: str
+    models: tuple[str, ...]
+    waited: bool = True
+
+
+def explain(
+    config: EngineConfig, shape: StepShape, registry: Registry | None = None, device: DeviceSpec | None = None
+) -> list[Line]:
+    """The ops of a step of `shape` under `config`, timed. Raises ConfigError for what cannot be timed."""
+    registry = registry or default_registry()
+    device = device or load_device(config.device, registry)
+    spec = resolve_spec(config.model)
+    needs = Needs(world="simulator", device="cpu" if device.kind == "cpu" else "cuda", dtype=spec.dtype)
+    model, techniques = adapt_model(config, spec, registry, needs)
+    ops: Sequence[Op] = step_ops(model, shape, config.tp)
+    for technique in techniques:
+        ops = technique.adapt_ops(ops, model, shape)
+    chain = build_chain(config.op_time, device, registry)
+    lines = []
+    for op in (*ops, host_op(shape)):
+        answer = chain.time(op)
+        lines.append(
+            Line(op, answer.seconds * op.count, answer.sigma * op.count, answer.source, answer.detail,
+                 tuple(chain.explain(op)))
+        )  # fmt: skip
+    if config.max_outstanding > 1:
+        host = lines.pop()
+        spent = sum(line.seconds for line in lines)
+        left = max(0.0, host.seconds - spent)
+        words = f"{host.seconds * 1e6:.0f} us beside {spent * 1e6:.0f} us of the device"
+        lines.append(Line(host.op, left, host.sigma if left else 0.0, host.source, words, host.models, left > 0))
+    return lines
+
+
+__all__ = ["Line", "explain"]
