@@ -37,8 +37,8 @@ from twinfer.plugins.op_time.exchange_tables import ExchangeTables
 from twinfer.plugins.op_time.expert_tables import ExpertTables
 from twinfer.plugins.op_time.kernel_tables import Answer, KernelTable, Shape, median_rows
 from twinfer.plugins.op_time.latent_tables import LatentTables
-from twinfer.plugins.op_time.state_tables import StateTables
 from twinfer.plugins.op_time.stacks import STACKS, STREAMING, Stack
+from twinfer.plugins.op_time.state_tables import StateTables
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
