@@ -15,6 +15,7 @@ import pytest
 from twinfer.core.catalog import spec_from_hf
 from twinfer.core.errors import ModelError
 from twinfer.core.spec import ModelSpec
+from twinfer.core.work import StepShape, step_ops, total
 
 CONFIGS = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 
@@ -91,3 +92,12 @@ def test_four_bit_experts_beside_wide_attention(name: str) -> None:
     spec = read(name)
     assert (spec.expert_bits, spec.expert_dtype, spec.kv_dtype) == (pytest.approx(4.5, abs=0.06), "fp4", "fp8")
     assert spec.linear_bits > 10 and spec.linear_dtype == ""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_work_agrees_with_the_weights(name: str) -> None:
+    """Linears do two FLOPs per active weight and token; norms, tables and encoders aside."""
+    spec = read(name)
+    gemms = [op for op in step_ops(spec, StepShape.decode(1)) if op.kind in ("gemm", "grouped_gemm")]
+    linears = spec.block_params(active=True) + spec.vocab_size * spec.hidden_size
+    assert total(gemms, "flops") / 2 == pytest.approx(linears, rel=0.01)
