@@ -83,6 +83,20 @@ def test_spec_of_a_small_llama(small: Path) -> None:
          {"layer_windows": (4, None), "attn_softcap": 50.0, "query_scale": 0.25, "norms_per_layer": 4}),
         ("gemma3", {"attention.sliding_window": 4}, {}, {"family": "gemma3_text", "layer_windows": (4, 4), "rope_local_theta": 1e4}),
         ("phi3", {"attention.sliding_window": 4}, {}, {"family": "phi3", "layer_windows": (4, 4)}),
+        ("gpt-oss", {"attention.sliding_window": 4, "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}, {},
+         {"family": "gpt_oss", "attention_sinks": True, "layer_windows": (4, None), "num_moe_layers": 2}),
+        ("qwen2moe", {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32,
+                      "expert_shared_feed_forward_length": 48}, {}, {"family": "qwen2_moe", "num_moe_layers": 2}),
+        ("glm4moe", {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32, "block_count": 4,
+                     "expert_shared_count": 1, "leading_dense_block_count": 1, "nextn_predict_layers": 1,
+                     "rope.dimension_count": 8}, {"blk.0.attn_q_norm.weight": (16,)},
+         {"family": "glm4_moe", "num_layers": 3, "num_moe_layers": 2, "qk_norm": True, "partial_rotary": 0.5}),
+        ("minimax-m2", {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32,
+                        "rope.dimension_count": 8}, {}, {"family": "minimax_m2", "wide_qk_norm": True, "partial_rotary": 0.5}),
+        ("qwen3next", {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32, "block_count": 4,
+                       "expert_shared_feed_forward_length": 48, "rope.dimension_count": 4, "ssm.conv_kernel": 4,
+                       "ssm.inner_size": 48, "ssm.state_size": 8, "ssm.time_step_rank": 4, "ssm.group_count": 2}, {},
+         {"family": "qwen3_next", "num_linear_layers": 3, "attention_gate": True}),
         ("llama", {}, {"rope_freqs.weight": (8,)}, {"rope_scaling": {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}}),
         ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {},
          {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
@@ -97,6 +111,16 @@ def test_architectures(
 ) -> None:
     model = spec_from_gguf(make(tmp_path / "m.gguf", arch, META | extra, TENSORS | tensors))
     assert {key: getattr(model, key) for key in expected} == expected
+
+
+def test_states_are_read(tmp_path: Path) -> None:
+    meta = META | {
+        "block_count": 4, "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32,
+        "rope.dimension_count": 4, "ssm.conv_kernel": 4, "ssm.inner_size": 48, "ssm.state_size": 8,
+        "ssm.time_step_rank": 4, "ssm.group_count": 2,
+    }  # fmt: skip
+    spec = spec_from_gguf(make(tmp_path / "m.gguf", "qwen3next", meta, TENSORS))
+    assert spec.state_bytes_per_seq() == 3 * (4 * 8 * 12 * 4 + 3 * (2 * 2 * 8 + 48) * 2)
 
 
 def test_experts_are_read(tmp_path: Path) -> None:
