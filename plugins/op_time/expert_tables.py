@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twinfer.core.expert_load import rank_load
@@ -38,6 +39,14 @@ _BITS = {
 }  # fmt: skip
 
 
+_ALIKE = {
+    "fp8": ("fp8_block",), "fp8_block": ("fp8",), "int4_wo": ("w4a16_mxfp4",), "w4a16_mxfp4": ("int4_wo",),
+    "nvfp4": ("w4a16_mxfp4", "int4_wo"),
+}  # fmt: skip
+"""Formats with as many bits, which stand in for one that was not measured."""
+_ALIKE_SPREAD = 0.15
+
+
 class ExpertTables:
     """Tables of one system under one stack."""
 
@@ -51,16 +60,31 @@ class ExpertTables:
         s = op.of
         if not isinstance(s, MoEShape) or op.kind not in ("gemm", "elementwise"):
             return None
-        kind = format_of(s.dtype, s.bits, fp8)
-        if not s.gated and self.laws(f"{kind}, ungated"):
-            kind = f"{kind}, ungated"
-        law = self.law(kind, s.skew)
-        table = self.table(kind, law, device) if law else None
-        if table is None:
+        asked = format_of(s.dtype, s.bits, fp8)
+        for kind in (asked, *_ALIKE.get(asked, ())):
+            table = self._nearest(kind, s, device)
+            if table is not None:
+                break
+        else:
             return None
         if op.kind == "elementwise":
             return Answer(0.0, 0.0, "measured", "part of the measured experts")
-        return table.time(shape_of(s), s.tokens)
+        answer = table.time(shape_of(s), s.tokens)
+        if answer is None or kind == asked:
+            return answer
+        return replace(
+            answer,
+            spread=answer.spread + _ALIKE_SPREAD,
+            source="transferred",
+            detail=f"{answer.detail}; {kind} for {asked}",
+        )
+
+    def _nearest(self, kind: str, s: MoEShape, device: DeviceSpec) -> KernelTable | None:
+        """Table of a format, with the distribution of tokens nearest to that of `s`."""
+        if not s.gated and self.laws(f"{kind}, ungated"):
+            kind = f"{kind}, ungated"
+        law = self.law(kind, s.skew)
+        return self.table(kind, law, device) if law else None
 
     def laws(self, kind: str) -> list[str]:
         """Measured distributions of a dtype."""

@@ -49,6 +49,7 @@ SYSTEMS = {
 }  # fmt: skip
 """Device of twinfer -> system of the package."""
 
+PARTIAL = 0.2  # a version with fewer rows than this share of the fullest one's is an addition to it, not a table
 _GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16"}
 _KV_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
 _TABLES = {"gemm": "gemm_perf", "attention": "generation_attention_perf", "comm": "custom_allreduce_perf"}
@@ -217,6 +218,8 @@ class SystemTables:
         versions = sorted((p for p in home.glob("*") if (p / f"{name}.parquet").exists()), key=lambda p: _order(p.name))
         if not versions:
             return None
+        rows = [parquet.read_metadata(p / f"{name}.parquet").num_rows for p in versions]
+        versions = [p for p, n in zip(versions, rows, strict=True) if n >= PARTIAL * max(rows)]
         if self.version is not None and stack == self.stack:
             wanted = _order(self.version)
             since = [p for p in versions if _order(p.name) >= wanted]
