@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from twinfer.cli import calibrate, demo, explain, facts, plan, plugins, quality, replay, runs, serve
+from twinfer.cli import calibrate, demo, explain, facts, memory, plan, plugins, quality, replay, runs, serve
 from twinfer.cli.session import Session
 
 _GLOBAL_WITH_VALUE = ("-p", "--plugin-module", "--plugins-dir")
@@ -98,6 +98,7 @@ runs.add_commands(app)
 plan.add_commands(app)
 replay.add_commands(app)
 calibrate.add_commands(app)
+memory.add_commands(app)
 facts.add_commands(app)
 explain.add_commands(app)
 quality.add_commands(app)

@@ -7,13 +7,17 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from twinfer.core.cache_groups import CacheGroup
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
-from twinfer.core.memory import budget_on
+from twinfer.core.memory import MemoryBudget, Others, budget_on, question_on
+from twinfer.core.memory_fixes import Question
 from twinfer.core.policy import Limits
 from twinfer.core.registry import Registry
 from twinfer.core.setup import Setup, adapt_model, groups_of, resolve
@@ -22,6 +26,95 @@ from twinfer.core.technique import Needs
 
 CPU_KV_BYTES = 4 * 2**30
 """KV pool on a CPU unless asked otherwise: its memory belongs to everything else that runs there, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A model as techniques and dtypes leave it, and the device as one rank has it: all that memory depends on.
+
+    config: with the activations' dtype decided.  device: of a CPU, the share of one rank.
+    """
+
+    config: EngineConfig
+    checkpoint: ModelSpec
+    model: ModelSpec
+    device: DeviceSpec
+    needs: Needs
+    registry: Registry
+    block_size: int
+    groups: tuple[CacheGroup, ...]
+
+    def adapt(self, updates: Mapping[str, Any]) -> ModelSpec | None:
+        """The model under a changed configuration; None where a technique refuses it."""
+        try:
+            return adapt_model(
+                self.config.model_copy(update=dict(updates)), self.checkpoint, self.registry, self.needs
+            )[0]
+        except ConfigError:
+            return None
+
+    def budget(
+        self,
+        *,
+        max_request_tokens: int | None = None,
+        expected_lengths: Sequence[int] = (),
+        others: Others | None = None,
+    ) -> MemoryBudget:
+        """Raises ConfigError when it does not fit, with what would help (on one of the `others`, too)."""
+        return budget_on(
+            self.model, self.device, self._adapted(), block_size=self.block_size, groups=self.groups,
+            expected_lengths=expected_lengths, max_request_tokens=max_request_tokens, adapt=self.adapt, others=others,
+            engine=self.needs.world == "engine",
+        )  # fmt: skip
+
+    def question(self, wanted: int, others: Others | None = None) -> Question:
+        """For what would make room for one request of `wanted` tokens."""
+        return question_on(
+            self.model, self.device, self._adapted(), block_size=self.block_size, groups=self.groups, wanted=wanted,
+            adapt=self.adapt, others=others, engine=self.needs.world == "engine",
+        )  # fmt: skip
+
+    def _adapted(self) -> EngineConfig:
+        return self.config.model_copy(update={"dtype": "auto", "kv_dtype": "auto"})  # `model` has them already
+
+
+def place(
+    config: EngineConfig,
+    spec: ModelSpec,
+    registry: Registry,
+    device: DeviceSpec,
+    *,
+    world: str,
+    max_request_tokens: int | None = None,
+) -> Placement:
+    """`spec` on `device` as `config` asks; arguments as those of `provision`. Raises ConfigError."""
+    dtype = canonical_dtype(config.dtype) if config.dtype != "auto" else spec.dtype
+    if config.dtype == "auto" and device.kind == "cpu":
+        dtype = "float32"
+    if config.kv_dtype != "auto":
+        config = config.model_copy(update={"kv_dtype": canonical_dtype(config.kv_dtype, "kv_dtype")})
+    config = config.model_copy(update={"dtype": dtype})
+    ranks = config.layout.devices
+    if device.kind == "cpu" and ranks > 1:  # they share the memory of the machine
+        device = device.model_copy(update={"visible_bytes": device.usable_bytes // ranks})
+    if world == "engine":  # it serves the text of a model
+        spec = replace(spec, vision=None)
+    needs = Needs(world=world, device="cpu" if device.kind == "cpu" else "cuda", dtype=dtype)
+    model, _ = adapt_model(config, spec, registry, needs)
+    length = config.max_model_len or min(model.max_context, max_request_tokens or model.max_context)
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max(2, length),
+    )  # fmt: skip
+    kv_cache = registry.build("kv_cache", config.kv_cache)
+    placed = Placement(
+        config=config, checkpoint=spec, model=model, device=device, needs=needs, registry=registry,
+        block_size=kv_cache.block_size(limits), groups=groups_of(model, kv_cache),
+    )  # fmt: skip
+    if device.tiers:  # the memory that holds the weights of the rank that has most
+        heaviest = max(rank.weights for rank in placed.question(0).ranks())
+        placed = replace(placed, device=device.placed(heaviest))
+    return placed
 
 
 def provision(
@@ -38,66 +131,41 @@ def provision(
     world: "engine" or "simulator" (techniques may refuse one of them).  max_request_tokens: longest prompt plus
     output of the workload, when it is known.  Raises ConfigError for what cannot work or does not fit.
     """
+    placed = place(config, spec, registry, device, world=world, max_request_tokens=max_request_tokens)
     reasons: dict[str, str] = {}
-    dtype = canonical_dtype(config.dtype) if config.dtype != "auto" else spec.dtype
-    if config.dtype == "auto":
-        reasons["dtype"] = f"{dtype}: the checkpoint's"
-        if device.kind == "cpu":
-            dtype = "float32"
-            reasons["dtype"] = "float32: every CPU computes it natively"
-    if config.kv_dtype != "auto":
-        config = config.model_copy(update={"kv_dtype": canonical_dtype(config.kv_dtype, "kv_dtype")})
-    config = config.model_copy(update={"dtype": dtype})
-    pool_bytes = CPU_KV_BYTES
-    if device.kind == "cpu" and config.tp > 1:  # its ranks share the memory of the machine
-        device = device.model_copy(update={"visible_bytes": device.usable_bytes // config.tp})
-        pool_bytes //= config.tp
     if world == "engine" and spec.vision is not None:
-        spec = replace(spec, vision=None)
         reasons["vision"] = "the engine serves the text of the model; its image encoder is not loaded"
-    needs = Needs(world=world, device="cpu" if device.kind == "cpu" else "cuda", dtype=dtype)
-    model, _ = adapt_model(config, spec, registry, needs)
-    device = device.placed(model.weight_bytes(config.layout.tp) / config.layout.pp)
-
-    length = config.max_model_len or min(model.max_context, max_request_tokens or model.max_context)
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max(2, length),
-    )  # fmt: skip
-    kv_cache = registry.build("kv_cache", config.kv_cache)
-    block_size = kv_cache.block_size(limits)
-    adapted = config.model_copy(update={"dtype": "auto", "kv_dtype": "auto"})  # `model` has them already
-    budget = budget_on(
-        model, device, adapted, block_size=block_size, groups=groups_of(model, kv_cache),
+    if config.dtype == "auto":
+        reasons["dtype"] = f"{placed.config.dtype}: the checkpoint's"
+        if device.kind == "cpu":
+            reasons["dtype"] = "float32: every CPU computes it natively"
+    config = placed.config
+    ranks = config.layout.devices
+    pool_bytes = CPU_KV_BYTES // ranks
+    budget = placed.budget(max_request_tokens=max_request_tokens)
+    if device.kind == "cpu" and (config.host_kv_bytes or 0) > placed.device.usable_bytes:
+        raise ConfigError(
+            "--host-kv-bytes", config.host_kv_bytes,
+            f"{device.name} has {placed.device.usable_bytes / 2**30:.1f} GiB of memory",
+            f"give at most {placed.device.usable_bytes // 2**20}MiB",
+        )  # fmt: skip
+    num_blocks = budget.num_blocks
+    pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
+    capped = device.kind == "cpu" and not pinned and budget.kv_bytes > pool_bytes >= budget.bytes_per_block
+    if capped:
+        num_blocks = config.dp * int(pool_bytes // budget.bytes_per_block)
+    decisions = {"max_model_len": budget.max_model_len, "num_kv_blocks": num_blocks, "kv_memory_bytes": None}
+    setup = resolve(
+        config.model_copy(update=decisions), placed.checkpoint, registry, needs=placed.needs,
         max_request_tokens=max_request_tokens,
     )  # fmt: skip
-    if device.kind == "cpu" and (config.host_kv_bytes or 0) > device.usable_bytes:
-        raise ConfigError(
-            "--host-kv-bytes", config.host_kv_bytes, f"{device.name} has {device.usable_bytes / 2**30:.1f} GiB of memory",
-            f"give at most {device.usable_bytes // 2**20}MiB",
-        )  # fmt: skip
-    kv_bytes = budget.kv_bytes
-    pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
-    capped = device.kind == "cpu" and not pinned and kv_bytes > pool_bytes
-    if capped and budget.bytes_per_block <= pool_bytes:
-        kv_bytes = float(pool_bytes)
-    setup = resolve(
-        config.model_copy(update={"max_model_len": budget.max_model_len}),
-        spec, registry, kv_bytes, needs, max_request_tokens,
-    )  # fmt: skip
     reasons = {**setup.reasons, **budget.reasons, **reasons}
-    if kv_bytes != budget.kv_bytes:
+    if capped:
         reasons["num_kv_blocks"] = (
-            f"{setup.limits.num_blocks}: {pool_bytes / 2**30:g} GiB{' a rank' if config.tp > 1 else ''}, the default on a CPU "
+            f"{num_blocks}: {pool_bytes / 2**30:g} GiB{' a rank' if ranks > 1 else ''}, the default on a CPU "
             "(--kv-memory-bytes changes it)"
         )
     if config.kv_dtype == "auto":
         reasons["kv_dtype"] = f"{setup.model.kv_dtype}: as the activations, or as the quantizer stores it"
-    decided = setup.config.model_copy(
-        update={
-            "num_kv_blocks": setup.limits.num_blocks,
-            "kv_dtype": setup.model.kv_dtype,
-            "num_devices": config.layout.devices,
-        }
-    )
+    decided = setup.config.model_copy(update={"kv_dtype": setup.model.kv_dtype, "num_devices": ranks})
     return replace(setup, config=decided, reasons=reasons)

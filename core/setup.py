@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from twinfer.core.cache_groups import CacheGroup, Paging, cache_groups, one_group
+from twinfer.core.cache_groups import CacheGroup, cache_groups
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
+from twinfer.core.memory_parts import largest_kv
 from twinfer.core.policy import KVCache, Limits, Scheduler
 from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
@@ -26,7 +27,11 @@ _ACTIVATIONS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything resolved. `model` is the spec as all chosen techniques leave it, `checkpoint` as it was trained."""
+    """Everything resolved. `model` is the spec as all chosen techniques leave it, `checkpoint` as it was trained.
+
+    kv_bytes_per_token, kv_bytes_per_slot: bytes that a token takes on one rank, of the pipeline stage that takes most: in
+    all layers, and in a page, which has the layers of one cache group.
+    """
 
     config: EngineConfig
     model: ModelSpec
@@ -38,12 +43,8 @@ class Setup:
     block_size: int
     groups: tuple[CacheGroup, ...]
     kv_bytes_per_token: float
+    kv_bytes_per_slot: float
     reasons: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def kv_bytes_per_slot(self) -> float:
-        """Bytes of one rank that a token takes in a page, which has the layers of one cache group."""
-        return self.kv_bytes_per_token * Paging(self.block_size, self.groups).share
 
     @property
     def kv_pool_bytes(self) -> float:
@@ -58,9 +59,11 @@ class Setup:
 
 def groups_of(model: ModelSpec, kv_cache: KVCache) -> tuple[CacheGroup, ...]:
     """The cache groups of `model`: one of all layers when `kv_cache` keeps what has left a window."""
+    keeping = [layer for layer in range(model.num_layers) if model.is_attention(layer)]
     if not getattr(kv_cache, "frees_windows", False):
-        return one_group(model.num_attention_layers)
-    return cache_groups(model.attention_windows, model.max_context)
+        return (CacheGroup(None, tuple(keeping)),)
+    groups = cache_groups(model.attention_windows, model.max_context)
+    return tuple(CacheGroup(group.window, tuple(keeping[i] for i in group.layers)) for group in groups)
 
 
 def adapt_model(
@@ -159,15 +162,14 @@ def resolve(
     )
     block_size = kv_cache.block_size(limits)
     groups = groups_of(model, kv_cache)
-    per_token = model.kv_bytes_per_token(tp=config.tp)
-    per_slot = per_token * Paging(block_size, groups).share
+    per_token, per_slot = largest_kv(model, config.layout, groups)
     per_block = block_size * per_slot
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         budget = config.kv_memory_bytes or kv_bytes_available
         if budget is None:
             raise ConfigError("--num-kv-blocks", None, "no size for the KV pool", "give it or --kv-memory-bytes")
-        num_blocks = int(budget // per_block)
+        num_blocks = config.dp * int(budget // per_block)
         reasons["num_kv_blocks"] = (
             f"{num_blocks}: {budget / 2**30:.2f} GiB of KV memory / ({block_size} tokens x {per_slot:.0f} B)"
         )
@@ -185,5 +187,5 @@ def resolve(
     limits = replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     return Setup(
         config=config, model=model, checkpoint=spec, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
-        block_size=block_size, groups=groups, kv_bytes_per_token=per_token, reasons=reasons,
+        block_size=block_size, groups=groups, kv_bytes_per_token=per_token, kv_bytes_per_slot=per_slot, reasons=reasons,
     )  # fmt: skip

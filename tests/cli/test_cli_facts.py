@@ -23,6 +23,9 @@ import pytest
         (("gemma-2-9b", "--context", "8192", "--kv-cache", "contiguous"), {"kv_bytes": 42 * 8192 * 8 * 512 * 2}),
         (("llama-3.1-8b", "--tp", "8"), {"kv_bytes_per_token": 131_072 // 8}),
         (("llama-3.1-8b", "--tp", "16"), {"kv_bytes_per_token": 131_072 // 8}),
+        (("llama-3.1-8b", "--pp", "4"), {"kv_bytes_per_token": 131_072 // 4, "num_devices": 4}),
+        (("llama-3.1-8b", "--cp", "2", "--batch", "2"), {"kv_bytes": 2 * 4096 * 65_536}),
+        (("deepseek-v3", "--tp", "2", "--dp", "4", "--ep", "8", "--batch", "8"), {"kv_bytes": 2 * 4096 * 70_272}),
         (("llama-3.1-8b",), {"context": 4096, "kv_bytes_per_token": 131_072}),
     ],
 )
@@ -49,6 +52,24 @@ def test_every_equation_evaluates_to_its_number(cli: Callable) -> None:
     assert sum(answer["segments"].values()) == answer["device_memory_bytes"]
 
 
+def test_every_rank_of_a_layout_and_typical_lengths(cli: Callable) -> None:
+    args = ("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--tp", "2", "--pp", "2", "--context", "8192")
+    answer = cli(*args, "--input-len", "1000", "--output-len", "200", "--json").json
+    first, last = answer["ranks"]
+    assert (first["first_layer"], first["last_layer"], last["last_layer"]) == (0, 39, 79) and first["ranks"] == 2
+    assert answer["num_blocks"] == min(first["num_blocks"], last["num_blocks"])
+    assert answer["expected_concurrency"] == answer["num_blocks"] / 75
+    assert answer["worst_case_concurrency"] == answer["num_blocks"] / 512
+    out = cli(*args, "--input-len", "1000", "--output-len", "200").out
+    assert "stage 1 of 2" in out and "of the lengths expected" in out
+
+
+def test_fixes_are_part_of_the_answer(cli: Callable) -> None:
+    answer = cli("memory", "--model", "llama-3.1-70b", "--device", "l40s", "--tp", "2", "--json").json
+    assert answer["fits"] is False and any(fix["fits"] for fix in answer["fixes"])
+    assert any(not fix["fits"] and fix["spare_bytes"] < 0 for fix in answer["fixes"])
+
+
 def test_what_does_not_fit_says_what_would(cli: Callable) -> None:
     answer = cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--json").json
     assert answer["fits"] is False and "--tp 2" in answer["problem"]
@@ -71,6 +92,9 @@ def test_what_does_not_fit_says_what_would(cli: Callable) -> None:
         (("--model", "llama-2-7b", "--batch", "-1"), ("--batch", "-1")),
         (("--model", "llama-2-7b", "--tp", "0"), ("--tp",)),
         (("--model", "llama-2-7b", "--tp", "7", "--device", "h100-sxm"), ("--tp", "7", "use 1, 2")),
+        (("--model", "llama-2-7b", "--dp", "2"), ("--dp", "no experts")),
+        (("--model", "llama-2-7b", "--tp", "4", "--ep", "3"), ("--ep", "divisor of 4")),
+        (("--model", "llama-2-7b", "--input-len", "100"), ("--output-len", "both lengths")),
         (("--model", "llama-2-7b", "--memory-fraction", "1.5"), ("--memory-fraction", "1.5")),
         (("--model", "llama-2-7b", "--device", "h1000"), ("h1000", "known")),
         (("--model", "llama-2-7b", "--device", "none.json"), ("none.json", "no such file")),
