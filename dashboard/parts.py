@@ -135,8 +135,12 @@ def card(
     base_predicted: float | None,
     base_measured: float | None,
     error: float | None = None,
+    source: str = "",
 ) -> None:
-    """One metric: the measured value when there is one, else the prediction; delta to the baseline of the same world."""
+    """One metric: the measured value when there is one, else the prediction; delta to the baseline of the same world.
+
+    source: where the number comes from, when it is neither measured nor simulated.
+    """
     real = measured is not None
     value, base = (measured, base_measured) if real else (predicted, base_predicted)
     delta, gain = change(value, base), improvement(quantity, value, base)
@@ -151,7 +155,7 @@ def card(
         kwargs = {"delta": "as baseline", "delta_arrow": "off", "delta_color": "gray"}
     with st.container(border=True, width=CARD_WIDTH):
         st.metric(quantity.card, shown(quantity, value), help=quantity.help, **kwargs)
-        st.caption(provenance(quantity, predicted=predicted, band=band, measured=measured, error=error))
+        st.caption(source or provenance(quantity, predicted=predicted, band=band, measured=measured, error=error))
 
 
 def provenance(

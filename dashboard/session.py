@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from twinfer.core.errors import TwinferError
 from twinfer.dashboard.scenario import VERSION, Scenario
 
-VIEW = ("job", "real", "predicted", "metric", "axis")  # query parameters that say what is looked at
+VIEW = ("job", "real", "predicted", "metric", "axis", "batch")  # query parameters that say what is looked at
 _SAFE = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 

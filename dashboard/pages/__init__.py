@@ -28,8 +28,12 @@ class Page(Technique):
 def register_dashboard_page(register: Register) -> None:
     from twinfer.dashboard.pages.capacity import CapacityPage
     from twinfer.dashboard.pages.compare import ComparePage
+    from twinfer.dashboard.pages.memory import MemoryPage
+    from twinfer.dashboard.pages.roofline import RooflinePage
     from twinfer.dashboard.pages.techniques import TechniquesPage
 
     register(TechniquesPage)
     register(ComparePage)
+    register(MemoryPage)
+    register(RooflinePage)
     register(CapacityPage)

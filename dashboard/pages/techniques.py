@@ -9,23 +9,20 @@ import streamlit as st
 from pydantic import ValidationError
 
 from twinfer.core.compare import relative_error
-from twinfer.core.config import Choice
 from twinfer.core.errors import TwinferError
-from twinfer.core.technique import Needs
 from twinfer.dashboard import figures, parts, session
-from twinfer.dashboard.forms import option_form, with_option
+from twinfer.dashboard.choices import technique
 from twinfer.dashboard.jobs import Job
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import BY_KEY, band_of, percent, value_of
 from twinfer.dashboard.resources import Prediction, Resources, explain, task_of
-from twinfer.dashboard.scenario import Combination, Scenario, combinations, interaction
+from twinfer.dashboard.scenario import PLACEMENT, Combination, Scenario, combinations, interaction
 
 CARDS = ("output_throughput", "ttft.p50", "tpot.p50", "kv_waste")
 CHARTED = (
     "output_throughput", "ttft.p50", "ttft.p95", "tpot.p50", "e2e.p50", "peak_kv_bytes", "kv_waste",
     "prefix_cache_hit_rate",
 )  # fmt: skip
-KIND_WORDS = {"scheduler": "Scheduler", "kv_cache": "KV cache", "attention": "Attention", "quantizer": "Quantization"}
 
 
 class TechniquesPage(Page):
@@ -51,15 +48,18 @@ def _controls(resources: Resources) -> None:
     with st.container(border=True, key="controls"):
         st.subheader("Yours", anchor=False)
         for kind in ("scheduler", "kv_cache"):
-            _technique(resources, kind)
+            technique(resources, kind)
         for kind in ("attention", "quantizer"):
             if resources.registry.names(kind):
-                _technique(resources, kind, optional=True)
+                technique(resources, kind, optional=True)
         parts.setting("max_num_seqs")
         parts.setting("max_num_batched_tokens")
         with st.expander("Memory limits", key="memory-limits"):
             parts.setting("max_model_len")
             parts.setting("num_kv_blocks")
+        with st.expander("Devices and formats", key="placement"):
+            for name in PLACEMENT:
+                parts.setting(name)
     with st.container(border=True, key="baseline"):
         st.subheader("Baseline", anchor=False)
         base = session.scenario().baseline()
@@ -78,55 +78,6 @@ def _controls(resources: Resources) -> None:
                 f"Back to {default.baseline().techniques()}", type="tertiary", on_click=session.edit,
                 kwargs={n: getattr(default, n) for n in Scenario.model_fields if n.startswith("base_")},
             )  # fmt: skip
-
-
-def _technique(resources: Resources, kind: str, optional: bool = False) -> None:
-    """Choice of one technique, its summary, why it may not serve, and its options from its own schema."""
-    choice: Choice | None = getattr(session.scenario(), kind)
-    names = resources.registry.names(kind)
-    key = f"w_{kind}"
-
-    def chosen() -> None:
-        name = st.session_state[key]
-        session.edit(**{kind: Choice(name=name) if name else None})
-
-    options = ([""] if optional else []) + names
-    current = choice.name if choice is not None else ""
-    if current not in options:
-        options = [*options, current]
-    st.session_state[key] = current
-    st.selectbox(
-        KIND_WORDS[kind], options, key=key, on_change=chosen,
-        format_func=lambda name: name or ("as the model" if kind == "attention" else "none"),
-    )  # fmt: skip
-    if choice is None:
-        return
-    try:
-        cls = resources.registry.get(kind, choice.name)
-    except TwinferError as error:
-        st.error(parts.plain(error))
-        return
-    st.caption(parts.plain(cls.summary))
-    for reason in _why_not(cls, session.scenario()):
-        st.warning(parts.plain(reason))
-    if cls.Options.model_fields:
-
-        def changed(name: str, value: Any) -> None:
-            now: Choice = getattr(session.scenario(), kind)
-            session.edit(**{kind: Choice(name=now.name, options=with_option(cls.Options, now.options, name, value))})
-
-        with st.expander(f"Options of {choice.name}", key=f"options-{kind}", expanded=bool(choice.options)):
-            option_form(cls.Options, choice.options, f"w_{kind}.{choice.name}", changed)
-
-
-def _why_not(cls: type[Any], scenario: Scenario) -> list[str]:
-    try:
-        from twinfer.core.catalog import resolve_spec
-
-        needs = Needs(world="simulator", device=scenario.device, model=resolve_spec(scenario.model))
-        return list(cls.why_not(needs))
-    except TwinferError:  # the model's own error is shown with the results
-        return []
 
 
 # --- results ------------------------------------------------------------------------------------

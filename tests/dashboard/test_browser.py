@@ -30,9 +30,8 @@ FLAGS = (
 SMALL = "num_requests=4&output_len=8&input_len=16&spread=0&v=1"
 LONG = "num_requests=60000&output_len=64&input_len=16&spread=0&v=1"
 WIDTHS = {"desktop": (1440, 2400), "phone": (390, 3800)}
-KNOWN_404 = re.compile(
-    r"/(techniques|compare|capacity)/_stcore/(health|host-config)$"
-)  # streamlit's own, on a deep link
+# streamlit's own, on a deep link
+KNOWN_404 = re.compile(r"/(techniques|compare|capacity|memory|roofline)/_stcore/(health|host-config)$")
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +93,10 @@ class Tab:
         self.settle()
 
     def settle(self) -> None:
-        """Until the script is done and no skeleton is left; charts load lazily."""
+        """Until the script is done, no skeleton is left, every chart is drawn and nothing moves; charts load lazily."""
         self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]", timeout=60_000)
-        self.page.wait_for_function(
-            "document.querySelectorAll('[data-testid=stSkeleton]').length === 0", timeout=60_000
-        )
-        self.page.wait_for_timeout(600)
+        self.page.evaluate("window.seenLayout = null")
+        self.page.wait_for_function(SETTLED, polling=100, timeout=60_000)
 
     def text(self) -> str:
         return self.page.inner_text("[data-testid=stMain]")
@@ -147,13 +144,19 @@ def tab(browser: Any, server: Server) -> Iterator[Callable[..., Tab]]:
         each.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("path", ["", "techniques", "compare"])
+TITLES = {"": "Techniques", "techniques": "Techniques", "compare": "Real vs predicted", "memory": "Memory", "roofline": "Roofline"}
+
+
+@pytest.mark.parametrize(
+    ("path", "scheme"),
+    [(path, scheme) for path in ("", "techniques", "compare") for scheme in ("light", "dark")]
+    + [("memory", "dark"), ("roofline", "light")],
+)
 def test_a_cold_deep_link_is_offline_and_quiet(tab, stored, path: str, scheme: str):
     t = tab(scheme=scheme)
     t.open(path)
     t.page.wait_for_selector(".js-plotly-plot .main-svg", timeout=30_000)
-    assert ("Real vs predicted" if path == "compare" else "Techniques") in t.page.inner_text("h1")
+    assert t.page.inner_text("h1") == TITLES[path]
     assert "could not be drawn" not in t.text() and "encountered an error" not in t.text()
     ground = t.page.evaluate("getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor")
     light = sum(int(v) for v in re.findall(r"\d+", ground)[:3]) > 380
@@ -162,16 +165,20 @@ def test_a_cold_deep_link_is_offline_and_quiet(tab, stored, path: str, scheme: s
 
 
 @pytest.mark.parametrize("size", list(WIDTHS))
-@pytest.mark.parametrize("path", ["techniques", "compare"])
+NUM_CHARTS = {
+    "techniques": 2, "compare": 5, "memory?model=llama-3.1-70b&device=h100-sxm&tp=2&pp=2&v=1": 2,
+    "memory?model=llama-3.1-70b&device=l40s&tp=2&v=1": 2, "roofline?model=llama-3.1-8b&device=h100-sxm&batch=128&v=1": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", list(NUM_CHARTS))
 def test_charts_do_not_overlap_nor_stretch_and_have_words(tab, stored, path: str, size: str):
     width, height = WIDTHS[size]
-    t = tab(width=width, height=height)
+    t = tab(width=width, height=height, scheme="dark" if size == "phone" else "light")
     t.open(path)
-    t.page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 2", timeout=30_000)
-    t.page.wait_for_timeout(800)
     assert not t.page.evaluate("document.documentElement.scrollWidth > innerWidth + 1"), "the page scrolls sideways"
     found = t.page.evaluate(LINT)
-    assert len(found) >= 2
+    assert len(found) >= NUM_CHARTS[path]
     for chart in found:
         assert chart["problems"] == [], chart
         assert len(chart["label"]) > 40, chart
@@ -184,6 +191,18 @@ def test_charts_do_not_overlap_nor_stretch_and_have_words(tab, stored, path: str
     overlapping = t.page.evaluate(OVERLAP)
     assert overlapping == []
 
+
+SETTLED = r"""
+() => {  // same layout in five looks, 100 ms apart, with nothing left to load or draw
+  const charts = [...document.querySelectorAll('[data-testid=stPlotlyChart]')];
+  const busy = document.querySelector('[data-testid=stSkeleton]') || charts.some(c => !c.querySelector('.main-svg'));
+  const blocks = [...document.querySelectorAll('[data-testid=stMain] [data-testid=stElementContainer]')];
+  const look = busy ? Math.random() : blocks.map(e => { const r = e.getBoundingClientRect(); return [r.top, r.height].join(); }).join(';');
+  const seen = window.seenLayout || {look: null, times: 0};
+  window.seenLayout = {look, times: look === seen.look ? seen.times + 1 : 0};
+  return window.seenLayout.times >= 4;
+}
+"""
 
 LINT = r"""
 () => [...document.querySelectorAll('.js-plotly-plot')].map(g => {
@@ -252,6 +271,18 @@ def test_tables_open_under_the_charts(tab, stored):
         expander.get_by_role("button", name="CSV").click()
     text = Path(download.value.path()).read_text()
     assert text.startswith("metric,unit,measured") and "TPOT p50,ms" in text
+    t.assert_clean()
+
+
+def test_a_model_that_does_not_fit_is_made_to_fit_by_a_click(tab):
+    t = tab()
+    t.open("memory?model=llama-3.1-70b&device=l40s&tp=2&max_num_seqs=8&v=1")
+    assert "Does not fit" in t.text() and "over the budget" in t.text()
+    t.page.get_by_role("button", name="Apply").first.click()
+    t.wait_for_text(r"Fits on 2 × l40s")
+    assert t.query()["quantizer"] == "int4"
+    t.page.go_back()
+    t.wait_for_text(r"Does not fit")
     t.assert_clean()
 
 

@@ -1,0 +1,69 @@
+"""The controls of one technique: its choice, its summary, why it may not serve, and its options from its own schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from twinfer.core.config import Choice
+from twinfer.core.errors import TwinferError
+from twinfer.core.technique import Needs
+from twinfer.dashboard import parts, session
+from twinfer.dashboard.forms import option_form, with_option
+from twinfer.dashboard.resources import Resources
+from twinfer.dashboard.scenario import Scenario
+
+KIND_WORDS = {"scheduler": "Scheduler", "kv_cache": "KV cache", "attention": "Attention", "quantizer": "Quantization"}
+
+
+def technique(resources: Resources, kind: str, optional: bool = False) -> None:
+    """Choice of one technique, its summary, why it may not serve, and its options from its own schema."""
+    choice: Choice | None = getattr(session.scenario(), kind)
+    names = resources.registry.names(kind)
+    key = f"w_{kind}"
+
+    def chosen() -> None:
+        name = st.session_state[key]
+        session.edit(**{kind: Choice(name=name) if name else None})
+
+    options = ([""] if optional else []) + names
+    current = choice.name if choice is not None else ""
+    if current not in options:
+        options = [*options, current]
+    st.session_state[key] = current
+    st.selectbox(
+        KIND_WORDS[kind], options, key=key, on_change=chosen,
+        format_func=lambda name: name or ("as the model" if kind == "attention" else "none"),
+    )  # fmt: skip
+    if choice is None:
+        return
+    try:
+        cls = resources.registry.get(kind, choice.name)
+    except TwinferError as error:
+        st.error(parts.plain(error))
+        return
+    st.caption(parts.plain(cls.summary))
+    for reason in _why_not(cls, session.scenario()):
+        st.warning(parts.plain(reason))
+    if cls.Options.model_fields:
+
+        def changed(name: str, value: Any) -> None:
+            now: Choice = getattr(session.scenario(), kind)
+            session.edit(**{kind: Choice(name=now.name, options=with_option(cls.Options, now.options, name, value))})
+
+        with st.expander(f"Options of {choice.name}", key=f"options-{kind}", expanded=bool(choice.options)):
+            option_form(cls.Options, choice.options, f"w_{kind}.{choice.name}", changed)
+
+
+def _why_not(cls: type[Any], scenario: Scenario) -> list[str]:
+    try:
+        from twinfer.core.catalog import resolve_spec
+
+        needs = Needs(world="simulator", device=scenario.device, model=resolve_spec(scenario.model))
+        return list(cls.why_not(needs))
+    except TwinferError:  # the model's own error is shown with the results
+        return []
+
+
+__all__ = ["KIND_WORDS", "technique"]
