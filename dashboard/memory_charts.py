@@ -42,7 +42,7 @@ def rank_bars(view: MemoryView) -> Chart:
             textangle=0, customdata=[rank.name for rank in view.ranks],
             hovertemplate="%{customdata}<br>" + title + " %{x:.3~g} GiB<extra></extra>",
         )  # fmt: skip
-    overflow = [max(0.0, rank.held + _kv(row) - rank.ceiling) / GIB for rank, row in zip(view.ranks, rows, strict=True)]
+    overflow = [max(0.0, rank.held + row["kv"] - rank.ceiling) / GIB for rank, row in zip(view.ranks, rows, strict=True)]
     if view.budget is None:
         figure.add_bar(
             name="over the budget", orientation="h", x=overflow, y=[i + 0.12 for i in range(count)], width=0.52,
@@ -52,14 +52,11 @@ def rank_bars(view: MemoryView) -> Chart:
             hovertemplate="%{x:.3~g} GiB over the budget<extra></extra>",
         )  # fmt: skip
     device, budget = view.ranks[0].memory / GIB, view.ranks[0].budget / GIB
-    for size, top, dash, text in ((budget, -0.66, "dash", "budget"), (device, -0.94, "solid", "device")):
-        figure.add_shape(
-            type="line", x0=size, x1=size, y0=top + 0.12, y1=count - 0.45,
-            line={"color": theme.QUIET, "width": 2, "dash": dash},
+    for size, dash, name in ((budget, "dash", "budget"), (device, "solid", "device")):
+        figure.add_scatter(
+            name=f"{name}, {number(size)} GiB", mode="lines", x=[size, size], y=[-0.3, count - 0.5],
+            line={"color": theme.QUIET, "width": 2.5, "dash": dash}, hovertemplate=f"{name} %{{x:.4~g}} GiB<extra></extra>",
         )  # fmt: skip
-        figure.add_annotation(
-            x=size, y=top, text=f"{text} {number(size)} GiB", showarrow=False, xanchor="right", font={"size": 13}
-        )
     for index, (rank, over) in enumerate(zip(view.ranks, overflow, strict=True)):
         common = {"y": index - 0.1, "yanchor": "bottom", "xref": "paper", "showarrow": False, "font": {"size": 13}}
         figure.add_annotation(x=0, xanchor="left", text=escape(rank.name), **common)
@@ -68,14 +65,10 @@ def rank_bars(view: MemoryView) -> Chart:
             figure.add_annotation(x=1, xanchor="right", text=text, **common)
     ends = [device, *(sum(size for name, size in row.items() if name != "unused") / GIB for row in rows)]
     figure.update_xaxes(range=[0, 1.02 * max(ends)], title_text="memory of a device (GiB)", nticks=6)
-    figure.update_yaxes(range=[count - 0.42, -1.08], visible=False)
-    finish(figure, 158 + 76 * count)
+    figure.update_yaxes(range=[count - 0.42, -0.62], visible=False)
+    finish(figure, 130 + 76 * count)
     figure.update_layout(barmode="stack", uniformtext={"minsize": 11, "mode": "hide"})
     return Chart(figure, _bars_alt(view, overflow), [_bar_row(view, i) for i in range(count)])
-
-
-def _kv(row: Mapping[str, float]) -> float:
-    return row["kv"]
 
 
 def _bars_alt(view: MemoryView, overflow: Sequence[float]) -> str:
