@@ -28,6 +28,7 @@ DOCUMENTS = (
     "docs/attention-variants.md",
     "docs/devices-and-models.md",
     "docs/capacity-planning.md",
+    "docs/memory.md",
 )
 
 
