@@ -295,7 +295,7 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-.mark.parametrize("name", spec_names())
+@pytest.mark.parametrize("name", spec_names())
 def test_every_rank_of_every_layout_evaluates_to_its_numbers(name: str) -> None:
     spec = resolve_spec(name)
     groups, seen = groups_of(spec, Paged()), 0
@@ -320,7 +320,7 @@ def test_every_rank_of_every_layout_evaluates_to_its_numbers(name: str) -> None:
     assert seen >= 2
 
 
-.mark.parametrize("name", spec_names())
+@pytest.mark.parametrize("name", spec_names())
 def test_stages_and_ranks_hold_the_model_once(name: str) -> None:
     """Against a count of the whole: what is split adds up, what is copied is counted as often as it is copied."""
     spec = resolve_spec(name)
@@ -372,7 +372,7 @@ def test_context_parallelism_divides_what_a_token_takes() -> None:
     assert four.num_blocks > 4 * one.num_blocks
 
 
-.mark.parametrize(
+@pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
         ("llama-3-8b", {"dp": 2}, "--dp=2: llama-3-8b has no experts to share; leave it out; replicas"),
@@ -512,7 +512,7 @@ def works(placed: Placement, updates: Mapping[str, object]) -> bool:
         ("llama-3.1-70b", "h100-sxm", {}),
         ("qwen2.5-72b", "a100-sxm-80gb", {"tp": 2, "max_num_batched_tokens": 16384, "max_num_seqs": 1024}),
         ("mixtral-8x7b", "h100-sxm", {"max_model_len": 32768}),
-        ("deepseek-v3", "h200-sxm", {"tp": 4, "dp": 2, "ep": 8}),
+        ("qwen3-235b-a22b", "h100-sxm", {"tp": 2, "dp": 2, "ep": 4}),
     ],
 )
 def test_every_suggestion_works_and_what_is_said_to_lack_memory_does(
