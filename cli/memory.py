@@ -165,7 +165,11 @@ def memory_answer(
     plain = resolve_spec(model)
     if context is None:
         context = min(DEFAULT_CONTEXT, plain.max_context)
-    fields: dict[str, Any] = {"model": model, "memory_fraction": memory_fraction, **dict(zip(SIZES, layout, strict=True))}
+    fields: dict[str, Any] = {
+        "model": model,
+        "memory_fraction": memory_fraction,
+        **dict(zip(SIZES, layout, strict=True)),
+    }
     fields["kv_cache"] = Choice(**parse_choice(kv_cache, "--kv-cache"))
     for key, value in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         fields[key] = value if value == "auto" else canonical_dtype(value, "--" + key.replace("_", "-"))

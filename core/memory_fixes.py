@@ -17,7 +17,7 @@ from twinfer.core.cache_groups import Paging, one_group
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import dtype_bits
 from twinfer.core.errors import ConfigError
-from twinfer.core.memory_parts import RankMemory, Room, fullest, gib, ranks_of
+from twinfer.core.memory_parts import RankMemory, Room, fullest, gib, heaviest_rank, ranks_of
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Question:
         try:
             ranks = ranks_of(spec, config, self.room, self.paging)
             if change.device is not None:
-                device = change.device.placed(max(rank.weights for rank in ranks))
+                device = change.device.placed(heaviest_rank(spec, config.layout))
                 ranks = ranks_of(spec, config, Room.of(device), self.paging)
             rank = fullest(ranks, self.paging.block_size)
         except ConfigError:  # groups that cannot share the model

@@ -41,6 +41,9 @@ LIBRARY_BYTES = 384 * 2**20  # "non-torch" 0.25 GiB, and 0.125 GiB that activati
 NVLINK_COLLECTIVES = 1856 * 2**20  # 1.8 GiB more "non-torch" with 2 or 4 ranks: NVLink multicast buffers
 COLLECTIVES = 392 * 2**20  # without multicast: NCCL's buffers (aiconfigurator-core 0.12.0, `nccl_mem`)
 
+Params = tuple[tuple[float, float], tuple[float, float], tuple[int, int, float]]
+"""Weights with their bits, see `RankMemory`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -91,7 +94,7 @@ class RankMemory:
     memory: int
     budget: float
     weights: int
-    weight_params: tuple[tuple[float, float], tuple[float, float], tuple[int, int, float]]
+    weight_params: Params
     activations: int
     libraries: int
     states: float
@@ -146,14 +149,12 @@ def ranks_of(spec: ModelSpec, config: EngineConfig, room: Room, paging: Paging) 
     for index, layers in enumerate(stages):
         part, last = cut(spec, layers), index == layout.pp - 1
         params = rank_params(spec, part, layout, first=index == 0, last=last)
-        (linears, linear_bits), (routed, routed_bits), (tables, norms, other_bits) = params
-        weights = int((linears * linear_bits + routed * routed_bits + (tables + norms) * other_bits) / 8)
         per_token, per_slot = _kv(part, layers, layout, paging.groups)
         found.append(
             RankMemory(
                 stage=index, num_stages=layout.pp, layers=layers, ranks=layout.devices // layout.pp,
                 memory=room.memory, budget=room.memory * config.memory_fraction,
-                weights=weights, weight_params=params,
+                weights=_weights(params), weight_params=params,
                 activations=activation_bytes(
                     part, config.max_num_batched_tokens, config.max_num_seqs, layout, logits=last
                 ),
@@ -207,9 +208,7 @@ def cut(spec: ModelSpec, layers: range) -> ModelSpec:
     )  # fmt: skip
 
 
-def rank_params(
-    spec: ModelSpec, part: ModelSpec, layout: Layout, *, first: bool, last: bool
-) -> tuple[tuple[float, float], tuple[float, float], tuple[int, int, float]]:
+def rank_params(spec: ModelSpec, part: ModelSpec, layout: Layout, *, first: bool, last: bool) -> Params:
     """Weights on one rank of a stage with their bits; `part` is the stage's share of `spec` (see `RankMemory`)."""
     tp, linears, routed = layout.tp, part.rank_block_params(layout.tp), 0.0
     if part.moe is not None and part.num_moe_layers:
@@ -223,6 +222,20 @@ def rank_params(
     tables += part.vision.params if part.vision is not None and first else 0
     norms = (part.num_norms - (not last)) * part.hidden_size
     return (linears, spec.linear_bits), (routed, spec.routed_bits), (tables, norms, spec.other_bits)
+
+
+def _weights(params: Params) -> int:
+    (linears, linear_bits), (routed, routed_bits), (tables, norms, other_bits) = params
+    return int((linears * linear_bits + routed * routed_bits + (tables + norms) * other_bits) / 8)
+
+
+def heaviest_rank(spec: ModelSpec, layout: Layout) -> int:
+    """Bytes of weights on the rank that holds most."""
+    stages = layout.stages(spec.num_layers)
+    return max(
+        _weights(rank_params(spec, cut(spec, layers), layout, first=i == 0, last=i == layout.pp - 1))
+        for i, layers in enumerate(stages)
+    )
 
 
 # --- activations --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
 from twinfer.core.memory import MemoryBudget, Others, budget_on, question_on
 from twinfer.core.memory_fixes import Question
+from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.policy import Limits
 from twinfer.core.registry import Registry
 from twinfer.core.setup import Setup, adapt_model, groups_of, resolve
@@ -107,14 +108,11 @@ def place(
         max_model_len=max(2, length),
     )  # fmt: skip
     kv_cache = registry.build("kv_cache", config.kv_cache)
-    placed = Placement(
-        config=config, checkpoint=spec, model=model, device=device, needs=needs, registry=registry,
+    return Placement(
+        config=config, checkpoint=spec, model=model, device=device.placed(heaviest_rank(model, config.layout)), needs=needs,
+        registry=registry,
         block_size=kv_cache.block_size(limits), groups=groups_of(model, kv_cache),
     )  # fmt: skip
-    if device.tiers:  # the memory that holds the weights of the rank that has most
-        heaviest = max(rank.weights for rank in placed.question(0).ranks())
-        placed = replace(placed, device=device.placed(heaviest))
-    return placed
 
 
 def provision(

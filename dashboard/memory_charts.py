@@ -42,7 +42,9 @@ def rank_bars(view: MemoryView) -> Chart:
             textangle=0, customdata=[rank.name for rank in view.ranks],
             hovertemplate="%{customdata}<br>" + title + " %{x:.3~g} GiB<extra></extra>",
         )  # fmt: skip
-    overflow = [max(0.0, rank.held + row["kv"] - rank.ceiling) / GIB for rank, row in zip(view.ranks, rows, strict=True)]
+    overflow = [
+        max(0.0, rank.held + row["kv"] - rank.ceiling) / GIB for rank, row in zip(view.ranks, rows, strict=True)
+    ]
     if view.budget is None:
         figure.add_bar(
             name="over the budget", orientation="h", x=overflow, y=[i + 0.12 for i in range(count)], width=0.52,
@@ -79,7 +81,9 @@ def _bars_alt(view: MemoryView, overflow: Sequence[float]) -> str:
         end = f", {number(over)} GiB over the budget" if view.budget is None and over else ""
         said.append(f"{rank.name}: {parts} GiB{end}")
     device, budget = view.ranks[0].memory / GIB, view.ranks[0].budget / GIB
-    return f"Memory of each rank of {number(device)} GiB with a budget of {number(budget)} GiB. " + "; ".join(said) + "."
+    return (
+        f"Memory of each rank of {number(device)} GiB with a budget of {number(budget)} GiB. " + "; ".join(said) + "."
+    )
 
 
 def _bar_row(view: MemoryView, index: int) -> dict[str, Any]:

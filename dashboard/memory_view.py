@@ -19,7 +19,7 @@ from twinfer.core.dtypes import dtype_bits
 from twinfer.core.errors import ConfigError, TwinferError
 from twinfer.core.memory import Fix, MemoryBudget, rank_equations, trials
 from twinfer.core.memory_fixes import suggestions
-from twinfer.core.memory_parts import RankMemory, fullest, ranks_of
+from twinfer.core.memory_parts import RankMemory, fullest
 from twinfer.core.provision import Placement, place
 from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
@@ -102,7 +102,7 @@ def memory_view(scenario: Scenario, registry: Registry) -> MemoryView:
     placed = place(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     wanted = config.max_model_len or min(longest, placed.model.max_context)
     question = placed.question(wanted, lambda: all_devices(registry))
-    ranks = ranks_of(question.spec, question.config, question.room, question.paging)
+    ranks = question.ranks()
     budget, problem, fixes = None, "", []
     try:
         budget = placed.budget(max_request_tokens=longest, expected_lengths=lengths)
@@ -146,7 +146,7 @@ def _curve(
         config, spec = scenario.config(), resolve_spec(scenario.model)
         placed = place(config, spec, registry, load_device(scenario.device, registry), world="simulator")
         question = placed.question(lengths[-1])
-        ranks = ranks_of(question.spec, question.config, question.room, question.paging)
+        ranks = question.ranks()
     except TwinferError:
         return None
     per_slot = max(rank.per_slot for rank in ranks)

@@ -36,6 +36,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
 from twinfer.core.layout import SIZES
+from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
 from twinfer.core.recorder import Recorder
@@ -174,7 +175,7 @@ def prepare(
         if known:
             reasons["device"] += f"; {known}"
     model, techniques = setup.model, setup.techniques
-    device = device.placed(model.weight_bytes(layout.tp) / layout.pp)  # as `provision` did
+    device = device.placed(heaviest_rank(model, layout))  # as `provision` did
     chain = build_chain(config.op_time, device, registry, model)
     if wrap is not None:
         chain = wrap(chain)

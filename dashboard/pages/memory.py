@@ -46,7 +46,13 @@ class MemoryPage(Page):
                 if resources.registry.names(kind):
                     technique(resources, kind, optional=kind != "kv_cache")
             with st.expander("Limits", key="memory-limits"):
-                for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", *PLACEMENT[-3:]):
+                for name in (
+                    "max_model_len",
+                    "max_num_seqs",
+                    "max_num_batched_tokens",
+                    "num_kv_blocks",
+                    *PLACEMENT[-3:],
+                ):
                     if name != "kv_dtype":
                         parts.setting(name)
         with results:

@@ -116,7 +116,9 @@ def _verdict(view: RooflineView) -> str:
             f"Its linears are bound by compute from **{view.crossover:,} rows** on ({where} at {view.batch:,} rows)."
         )
     if attention is not None and attention.bound == "memory":
-        said.append(f"Attention stays bound by memory at {number(attention.intensity)} FLOP/B however many rows there are.")
+        said.append(
+            f"Attention stays bound by memory at {number(attention.intensity)} FLOP/B however many rows there are."
+        )
     return " ".join(said)
 
 

@@ -107,9 +107,9 @@ def test_blocks_hold_their_tokens_with_less_than_a_block_to_spare_each(lengths: 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_shown_equations_evaluate_to_the_shown_numbers(name: str, tp: int) -> None:
     """user-demands 6."""
-    if resolve_spec(name).num_heads % tp:
-        pytest.skip("ranks do not divide the heads")
     spec = resolve_spec(name)
+    if why_indivisible(spec, tp):
+        pytest.skip("ranks cannot share the model")
     groups = groups_of(spec, Paged())
     for pinned in ({}, {"num_kv_blocks": 500 * len(groups)}, {"kv_memory_bytes": 3 * GIB}):
         found = memory_budget(
@@ -335,7 +335,8 @@ def test_stages_and_ranks_hold_the_model_once(name: str) -> None:
         if why_indivisible(spec, tp):
             continue
         shared = memory_budget(spec, 2**43, config(name, tp=tp)).ranks[0]
-        assert shared.weights == pytest.approx(spec.weight_bytes(tp), abs=1)
+        apart = spec.expert_bits is not None  # then what ranks copy is not stored as the average is
+        assert shared.weights == pytest.approx(spec.weight_bytes(tp), rel=1e-3 if apart else 0, abs=1)
     moe = spec.moe
     if moe is not None and moe.num_experts % 4 == 0 and not why_indivisible(spec, 4):
         even, by_expert = (memory_budget(spec, 2**43, config(name, tp=4, ep=ep)).ranks[0] for ep in (1, 4))

@@ -144,7 +144,13 @@ def tab(browser: Any, server: Server) -> Iterator[Callable[..., Tab]]:
         each.context.close()
 
 
-TITLES = {"": "Techniques", "techniques": "Techniques", "compare": "Real vs predicted", "memory": "Memory", "roofline": "Roofline"}
+TITLES = {
+    "": "Techniques",
+    "techniques": "Techniques",
+    "compare": "Real vs predicted",
+    "memory": "Memory",
+    "roofline": "Roofline",
+}
 
 
 @pytest.mark.parametrize(
@@ -164,13 +170,13 @@ def test_a_cold_deep_link_is_offline_and_quiet(tab, stored, path: str, scheme: s
     t.assert_clean()
 
 
-@pytest.mark.parametrize("size", list(WIDTHS))
 NUM_CHARTS = {
     "techniques": 2, "compare": 5, "memory?model=llama-3.1-70b&device=h100-sxm&tp=2&pp=2&v=1": 2,
     "memory?model=llama-3.1-70b&device=l40s&tp=2&v=1": 2, "roofline?model=llama-3.1-8b&device=h100-sxm&batch=128&v=1": 1,
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("size", list(WIDTHS))
 @pytest.mark.parametrize("path", list(NUM_CHARTS))
 def test_charts_do_not_overlap_nor_stretch_and_have_words(tab, stored, path: str, size: str):
     width, height = WIDTHS[size]

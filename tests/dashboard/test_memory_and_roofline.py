@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -124,7 +125,11 @@ def test_what_does_not_fit_is_drawn_with_the_overflow_hatched(registry):
     assert view.budget is None
     figure = memory_charts.rank_bars(view).figure
     over = next(trace for trace in figure.data if trace.name == "over the budget")
-    held = sum(trace.x[0] for trace in figure.data if trace.name in ("weights", "activations", "libraries", "KV of one request"))
+    held = sum(
+        trace.x[0]
+        for trace in figure.data
+        if trace.name in ("weights", "activations", "libraries", "KV of one request")
+    )
     assert over.base[0] + over.x[0] == pytest.approx(held) and over.marker.pattern.shape == "x"
     assert figure.layout.xaxis.range[1] > held
 
@@ -258,7 +263,7 @@ def view_model() -> Any:
 def test_the_trail_goes_up_towards_the_ridge(registry):
     trail = roofline(registry, 256).trail
     assert [rows for rows, _, _ in trail] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert all(a[1] < b[1] and a[2] < b[2] for a, b in zip(trail, trail[1:], strict=False))
+    assert all(a[1] < b[1] and a[2] < b[2] for a, b in itertools.pairwise(trail))
 
 
 def test_the_chart_has_a_roof_per_dtype_with_its_ridge(registry):
@@ -270,7 +275,9 @@ def test_the_chart_has_a_roof_per_dtype_with_its_ridge(registry):
     for axis in (chart.figure.layout.xaxis, chart.figure.layout.yaxis):
         assert axis.type == "log" and max(abs(v) for v in axis.range) < 7
     assert not chart.figure.layout.annotations, "a label on a log axis stretches it"
-    symbols = {t.marker.symbol for t in chart.figure.data if t.name.startswith(("prefill ", "decode ")) and t.mode == "markers"}
+    symbols = {
+        t.marker.symbol for t in chart.figure.data if t.name.startswith(("prefill ", "decode ")) and t.mode == "markers"
+    }
     assert {"circle", "diamond"} <= symbols
     assert {row["step"] for row in chart.table} == {"prefill", "decode"}
     assert math.isclose(sum(p.share for p in roofline(registry).step("decode")), 1)
