@@ -14,8 +14,14 @@ from twinfer.dashboard.quantities import number, percent
 from twinfer.dashboard.roofline_view import Point, RooflineView
 
 PHASES = {"prefill": theme.PINK, "decode": theme.GREEN}
-SYMBOLS = {"gemm": "circle", "attention": "diamond", "elementwise": "square", "gather": "triangle-up"}
-WORDS = {"gemm": "linears", "attention": "attention", "elementwise": "elementwise", "gather": "gathers"}
+SYMBOLS = {"gemm": "circle", "attention": "diamond", "scan": "star", "elementwise": "square", "gather": "triangle-up"}
+WORDS = {
+    "gemm": "linears",
+    "attention": "attention",
+    "scan": "state scans",
+    "elementwise": "elementwise",
+    "gather": "gathers",
+}
 TERA = 1e12
 LEAST_SHARE = 0.002  # of a step: less is in the table alone
 SMALLEST, LARGEST = 7.0, 34.0  # pixels of a marker; its area is its share of time

@@ -84,7 +84,7 @@ def roofline_view(scenario: Scenario, registry: Registry, batch: int) -> Rooflin
     layout = config.layout
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
-        ops: Sequence[Op] = step_ops(model, shape, layout.tp)
+        ops: Sequence[Op] = step_ops(model, shape, layout)
         for technique in techniques:
             ops = technique.adapt_ops(ops, model, shape)
         return ops
@@ -102,7 +102,7 @@ def roofline_view(scenario: Scenario, registry: Registry, batch: int) -> Rooflin
         points += [_point(op, phase, seconds, seconds / whole, source, device) for op, seconds, source in found]
     trail = []
     for rows in _doublings(max(batch, 1)):
-        linears = [op for op in ops_of(StepShape.decode(*[context] * rows)) if op.kind == "gemm"]
+        linears = _linears(ops_of(StepShape.decode(*[context] * rows)))
         seconds = fsum(chain.time(op).seconds * op.count for op in linears)
         flops, moved = _sums(linears)
         trail.append((rows, flops / moved, flops / seconds if seconds else 0.0))
@@ -117,7 +117,7 @@ def crossover_batch(ops_of: Ops, device: DeviceSpec) -> int | None:
     """Rows from which the linears of a decode step take longer to compute than to move, by the peaks alone."""
 
     def compute_bound(rows: int) -> bool:
-        linears = [op for op in ops_of(StepShape.decode(*[1] * rows)) if op.kind == "gemm"]
+        linears = _linears(ops_of(StepShape.decode(*[1] * rows)))
         computing = fsum(op.flops * op.count / peak_flops(device, op.dtype) for op in linears)
         moving = fsum(op.bytes * op.count for op in linears) / device.memory_bandwidth
         return computing >= moving
@@ -143,6 +143,10 @@ def _point(op: Op, phase: str, seconds: float, share: float, source: str, device
         name=op.name, phase=phase, kind=op.kind, dtype=op.dtype, seconds=seconds, share=share, flops=op.flops * op.count,
         intensity=op.intensity, bound=bound, attainable=attainable, source=source,
     )  # fmt: skip
+
+
+def _linears(ops: Sequence[Op]) -> list[Op]:
+    return [op for op in ops if op.kind == "gemm"]
 
 
 def _sums(ops: Sequence[Op]) -> tuple[float, float]:

@@ -35,7 +35,6 @@ from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
-from twinfer.core.layout import SIZES
 from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
@@ -145,11 +144,6 @@ def prepare(
             "simulate full lengths (without --stop-at-eos) and give the --output-len you expect",
         )  # fmt: skip
     layout = config.layout
-    for name in SIZES[1:]:
-        if getattr(layout, name) > 1:
-            raise ConfigError(
-                f"--{name}", getattr(layout, name), "the work of a step is not split that way yet", "use --tp"
-            )
     if config.num_devices not in (None, layout.devices):
         raise ConfigError(
             "--num-devices", config.num_devices, f"one replica {layout.flags} uses {layout.devices} device(s)",

@@ -280,3 +280,20 @@ def test_the_engine_does_not_plan_ahead_and_says_so() -> None:
     config = EngineConfig(model="llama-3.1-8b", max_outstanding=2, num_kv_blocks=8)
     with pytest.raises(ConfigError, match="--max-outstanding"):
         resolve(config, resolve_spec("llama-3.1-8b"), REGISTRY)
+
+
+@pytest.mark.parametrize("laid", [{"pp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}])
+def test_layouts_are_simulated_and_part_of_the_record(laid: dict[str, int]) -> None:
+    record = predicted(Workload(num_requests=4, input_len=256, output_len=16), **laid)
+    assert record.complete and {name: record.config[name] for name in laid} == laid
+    config = EngineConfig.model_validate(record.config)
+    assert config.layout.devices == config.num_devices == math.prod(laid.values())
+
+
+def test_attention_groups_share_experts() -> None:
+    workload = Workload(num_requests=8, input_len=128, output_len=8)
+    flat, wide = (
+        predicted(workload, model="mixtral-8x7b", **laid) for laid in ({"tp": 4}, {"tp": 2, "dp": 2, "ep": 4})
+    )
+    assert flat.config["num_devices"] == wide.config["num_devices"] == 4
+    assert wide.config["num_kv_blocks"] % 2 == 0, "two groups with equally many"
