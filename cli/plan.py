@@ -25,7 +25,7 @@ DEFAULT_REQUESTS = 2000
 """Synthetic requests: enough that one in twenty is a hundred."""
 _OF_RESUME = ("workers", "ray", "as_json", "resume")
 _LISTS = {
-    "tp": int, "max_num_seqs": int, "max_num_batched_tokens": int, "kv_dtype": str,
+    "tp": int, "pp": int, "dp": int, "ep": int, "cp": int, "max_num_seqs": int, "max_num_batched_tokens": int, "kv_dtype": str,
 }  # fmt: skip
 
 
@@ -57,6 +57,20 @@ def plan(
         typer.Option(
             rich_help_panel=_SPACE, metavar="N,...", help="Tensor-parallel ranks of a replica (default 1,2,4,8)."
         ),
+    ] = None,
+    pp: Annotated[
+        str | None, typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Pipeline stages of a replica.")
+    ] = None,
+    dp: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Attention data-parallel groups of a replica."),
+    ] = None,
+    ep: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Groups that whole experts are spread over."),
+    ] = None,
+    cp: Annotated[
+        str | None, typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Context-parallel ranks of a replica.")
     ] = None,
     max_num_seqs: Annotated[
         str | None, typer.Option(rich_help_panel=_SPACE, metavar="N,...", help="Sequences in one step (default 256).")
@@ -168,7 +182,7 @@ def plan(
         if model is None:
             raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
         axes = _axes(
-            session, device=device, tp=tp, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            session, device=device, tp=tp, pp=pp, dp=dp, ep=ep, cp=cp, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             kv_dtype=kv_dtype, quantizer=quant, attention=attention, scheduler=scheduler, kv_cache=kv_cache, tries=tries,
         )  # fmt: skip
         question = _question(

@@ -153,7 +153,8 @@ def designs_of(question: Question) -> list[Design]:
 
     Raises ConfigError when a value fits no configuration at all.
     """
-    axes = {"device": question.axes["device"], **{k: v for k, v in question.axes.items() if k != "device"}}
+    # in an order of its own: one that comes back from a file must number its designs alike
+    axes = {"device": question.axes["device"], **{k: v for k, v in sorted(question.axes.items()) if k != "device"}}
     for name, values in axes.items():
         for value in values:
             _alone(question, name, value)

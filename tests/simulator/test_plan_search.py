@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -121,8 +122,11 @@ def test_goodput_is_the_load_at_which_the_promise_breaks() -> None:
 def test_designs_are_the_product_of_the_axes_with_unique_keys() -> None:
     designs = designs_of(question())
     assert len(designs) == len({d.key for d in designs}) == 6
-    assert [d.num_devices for d in designs] == [1, 1, 2, 2, 4, 4]
-    assert designs[3].key == "h100-sxm tp=2 tokens=1024"
+    assert [d.num_devices for d in designs] == [1, 2, 4, 1, 2, 4]
+    assert designs[3].key == "h100-sxm tokens=1024 tp=1"
+    turned = replace(question(), axes=dict(reversed(question().axes.items())))
+    for same in (turned, Question.from_plain(turned.plain())):  # numbers and keys hang on nothing but the axes
+        assert [(d.index, d.key) for d in designs_of(same)] == [(d.index, d.key) for d in designs]
 
 
 def fleet(cost: float | None, goodput: float, ttft: float | None) -> Fleet:
