@@ -125,6 +125,9 @@ def plan(
     confirm: Annotated[
         int, typer.Option(rich_help_panel=_SEARCH, help="Requests of the whole fleet, to confirm an answer.")
     ] = 20_000,
+    top: Annotated[
+        int, typer.Option(rich_help_panel=_SEARCH, help="Device types that are confirmed, cheapest first.")
+    ] = 8,
     op_time: Annotated[
         list[str] | None,
         typer.Option(
@@ -186,7 +189,7 @@ def plan(
             kv_dtype=kv_dtype, quantizer=quant, attention=attention, scheduler=scheduler, kv_cache=kv_cache, tries=tries,
         )  # fmt: skip
         question = _question(
-            model, scenario, slo or (), axes, price or (), op_time or (), max_replicas, screen, confirm
+            model, scenario, slo or (), axes, price or (), op_time or (), max_replicas, screen, confirm, top
         )
         path = out or default_path(question)
     with show.interruptible() as should_stop, show.progress("searching") as on_progress:
@@ -300,7 +303,7 @@ def _list(option: str, text: str, kind: type) -> tuple[Any, ...]:
 
 def _question(
     model: str, scenario: Scenario, slo: Sequence[str], axes: Mapping[str, tuple[Any, ...]], price: Sequence[str],
-    op_time: Sequence[str], max_replicas: int, screen: int, confirm: int,
+    op_time: Sequence[str], max_replicas: int, screen: int, confirm: int, top: int,
 ) -> Question:  # fmt: skip
     from twinfer.core.goal import parse_goals
     from twinfer.simulator.plan_space import Question
@@ -315,7 +318,7 @@ def _question(
         workload = workload.model_copy(update={"num_requests": DEFAULT_REQUESTS})
     return Question(
         base=base, axes=axes, workload=workload, goals=goals, prices=_prices(scenario.session, price),
-        max_replicas=max_replicas, screen=screen, confirm=confirm,
+        max_replicas=max_replicas, screen=screen, confirm=confirm, top=top,
     )  # fmt: skip
 
 

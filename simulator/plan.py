@@ -25,12 +25,11 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.run_files import plain
 from twinfer.simulator.plan_answer import Answer, fleet_of, front_of, ranked, sentence_of
 from twinfer.simulator.plan_pool import Pool, open_pool
-from twinfer.simulator.plan_search import Z80, Found, Search, needed, search_device, why_not
+from twinfer.simulator.plan_search import Z80, Found, Search, confirm_device, needed, screen_device, why_not
 from twinfer.simulator.plan_space import Question, sorted_by_device
 from twinfer.simulator.plan_trial import (
     ASSESS,
     FLEET,
-    SCREEN,
     Evaluator,
     Outcome,
     ShouldStop,
@@ -42,7 +41,6 @@ from twinfer.simulator.plan_trial import (
 
 SCHEMA = 1
 WRITE_EVERY_S = 2.0
-_PHASE = {ASSESS: 1, SCREEN: 2, FLEET: 3}
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 
@@ -159,9 +157,10 @@ def _check_traffic(evaluator: Evaluator) -> None:
 def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     question = evaluator.question
     groups = sorted_by_device(evaluator.designs)
-    searches = {name: search_device(name, ds, question, evaluator.level) for name, ds in groups.items()}
-    ended: dict[str, Found] = drive.run(searches)
-    found = {name: ended[name] for name in groups if name in ended}  # in the order of the question
+    screened = drive.run({name: screen_device(name, ds, question, evaluator.level) for name, ds in groups.items()})
+    chosen = _cheapest(screened, evaluator)
+    ended: dict[str, Found] = drive.run({n: confirm_device(screened[n], question, evaluator.level) for n in chosen})
+    found = {name: ended.get(name, f) for name in groups if (f := screened.get(name)) is not None}  # in order
     for item in found.values():
         result.verdicts |= item.verdicts
     rate = evaluator.demand.rate
@@ -170,7 +169,7 @@ def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     front = front_of(fleets, question.goals)
     fleets = [replace(fleet, on_front=i in front) for i, fleet in enumerate(fleets)]
     done = not drive.stopped
-    none = {name: _why_none(f) for name, f in found.items() if f.design is None}
+    none = {name: _why_none(f, name in ended or not f.screened) for name, f in found.items() if f.design is None}
     none |= dict.fromkeys((name for name in groups if name not in found), "not searched to the end")
     answer = Answer(sentence="", fleets=fleets, none=none)
     if fleets and done:
@@ -187,8 +186,25 @@ def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     result.answer, result.complete = answer, done
 
 
-def _why_none(found: Found) -> str:
-    """Why no design of the device will do: of one that came far enough to be simulated, else of the last one."""
+def _cheapest(screened: Mapping[str, Found], evaluator: Evaluator) -> list[str]:
+    """The device types worth confirming: those with a price first, cheapest first; at most `top`."""
+
+    def cost(name: str) -> tuple[bool, float, str]:
+        best, price = screened[name].screened[0], evaluator.devices[name].price_per_hour
+        devices = best.replicas * best.design.num_devices
+        return (price is None, devices * (price if price is not None else 1.0), name)
+
+    return sorted((name for name, f in screened.items() if f.screened), key=cost)[: evaluator.question.top]
+
+
+def _why_none(found: Found, ended: bool) -> str:
+    """Why there is no fleet of the device: of a design that came far enough to be simulated, else of the last one."""
+    if not ended:
+        best = found.screened[0]
+        return (
+            f"about {best.replicas * best.design.num_devices} devices ({best.design.key}) would do at a first look; "
+            "not confirmed (--top confirms more device types)"
+        )
     reasons = [(key, why) for key, why in found.verdicts.items() if why]
     simulated = [r for r in reasons if r[1].startswith("with ")]
     key, why = (simulated or reasons)[-1]
@@ -249,8 +265,9 @@ class _Drive:
         self._on_progress, self._should_stop = on_progress, should_stop
         self._known = {key: outcome for key, (_, outcome) in result.points.items()}
         self.asked: set[str] = set()
-        self._phase: dict[str, int] = {}
-        self._total = 4 * len({d.device for d in evaluator.designs}) + 1
+        self._passed: set[tuple[str, str]] = set()  # (search, stage)
+        num = len({d.device for d in evaluator.designs})
+        self._total = 2 * num + 2 * min(num, evaluator.question.top) + 1
         self._ended = 0
         self._wrote = time.monotonic()
         self._best = ""
@@ -308,9 +325,9 @@ class _Drive:
             self._ended += 1
             if value.design is not None:
                 self._best = f"{value.replicas * value.design.num_devices} {value.device} will do"
-        if trial is not None:
-            self._phase[name] = max(self._phase.get(name, 0), _PHASE.get(trial.level, 3) - 1)
-        done = sum(self._phase.values()) + self._ended
+        if trial is not None and trial.level != ASSESS:
+            self._passed.add((name, "confirmed" if trial.steps != 1 or trial.load != 1 else "assessed"))
+        done = len(self._passed) + self._ended
         self._on_progress(
             min(done, self._total), self._total, {"points": len(self._result.points), "found": self._best}
         )

@@ -89,8 +89,7 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
     assert design is not None and outcome is not None and design.config is not None
     price = device.price_per_hour
     cost = None if price is None else price * found.num_devices
-    names = [*outcome.values]
-    band = {n: (_value(found.fast, n), _value(found.slow, n)) for n in names} if found.slow is not None else {}
+    band = {n: _band(v, _value(found.fast, n), _value(found.slow, n)) for n, v in outcome.values.items()}
     return Fleet(
         device=design.device, label=label_of(design, found.replicas), design=design.key,
         config=design.config.model_dump(mode="json"), replicas=found.replicas, num_devices=found.num_devices,
@@ -103,6 +102,13 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
         joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
         next_limit=next_limit(found.breaks, question.goals, design),
     )  # fmt: skip
+
+
+def _band(value: float | None, fast: float | None, slow: float | None) -> tuple[float | None, float | None]:
+    """From the fast end to the slow one, the value itself between them; None at the end of a queue that only grows."""
+    if value is None:
+        return (fast, slow)
+    return (value if fast is None else min(value, fast), None if slow is None else max(value, slow))
 
 
 def _value(outcome: Outcome | None, name: str) -> float | None:

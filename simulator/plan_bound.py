@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twinfer.core.goal import Goal
-from twinfer.core.op_time import host_op
 from twinfer.core.policy import Limits
 from twinfer.core.request import Request
 from twinfer.core.work import Op, RowShape, StepShape
@@ -68,7 +67,8 @@ def demand_of(requests: Sequence[Request]) -> Demand:
 
 
 def step_seconds(ops_of: OpsOf, chain: OpTimeChain, shape: StepShape) -> float:
-    return math.fsum(chain.time(op).seconds * op.count for op in (*ops_of(shape), host_op(shape)))
+    """Seconds of a step on the device alone: what the host does may be hidden behind it."""
+    return math.fsum(chain.time(op).seconds * op.count for op in ops_of(shape))
 
 
 def steady_shape(rows: int, prompt: float, fed: float, output: float) -> StepShape:

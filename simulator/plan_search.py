@@ -5,8 +5,8 @@ On one device type, where cost is the number of devices:
     assess every design     memory, techniques, empty server, roofline bound
     screen                  cheapest first; the first gets its smallest fleet by galloping and bisection, each later one
                             is first tried with the most replicas that are no dearer than the best so far
-    confirm                 the best of the screened ones, smallest fleet on the whole fleet and all traffic
-    finish                  goodput at the SLO by bisection over the rate, the 80 % band
+    confirm                 the best of those that were screened, smallest fleet on the whole fleet and all traffic
+    finish                  goodput at the SLO by bisection over the rate and the 80 % band, with one replica of the fleet
 
 Assumption: more replicas never break a promise that fewer keep, and more traffic never mends one.
 
@@ -31,9 +31,23 @@ Search: TypeAlias = Generator[list[Trial], list[Outcome], T]
 Level: TypeAlias = Callable[[str, int], str]
 
 Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
-FINALISTS = 3  # screened designs of a device that are confirmed
+FINALISTS = 2  # screened designs of a device that are confirmed
 LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # times the traffic, until a promise breaks
 CLOSE = 1.02  # ratio of the loads between which the goodput is left
+
+
+@dataclass(slots=True)
+class Screened:
+    """A design and the smallest fleet of it that passed, with its outcome. fewest: a bound on any such fleet."""
+
+    design: Design
+    replicas: int
+    outcome: Outcome
+    fewest: int
+
+    def rank(self, goals: Sequence[Goal]) -> tuple[float, float, int]:
+        """Cheaper first, then with the larger margin."""
+        return (self.replicas * self.design.num_devices, self.outcome.margin(goals), self.design.index)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +55,8 @@ class Found:
     """What a search found on one device: the cheapest fleet that keeps the promises, or why there is none.
 
     verdicts: for every design, by key, why it is not the answer ("" for the answer).  load, breaks: how many times
-    the traffic the fleet carries, and the outcome just above.  band: goal -> (low, high) of the middle 80 %.
+    the traffic the fleet carries, and the outcome just above.  slow, fast: of one replica at the ends of the 80 % band.
+    screened: designs that passed the first look, best first.
     """
 
     device: str
@@ -53,6 +68,7 @@ class Found:
     breaks: Outcome | None = None
     slow: Outcome | None = None
     fast: Outcome | None = None
+    screened: list[Screened] = field(default_factory=list)
 
     @property
     def num_devices(self) -> int:
@@ -95,29 +111,22 @@ def smallest(low: int, high: int, start: int, test: Callable[[int], Search[bool]
     return good
 
 
-def search_device(device: str, designs: Sequence[Design], question: Question, level: Level) -> Search[Found]:
-    """The cheapest fleet of `device` that keeps the promises of `question`, with its goodput and band."""
+def screen_device(device: str, designs: Sequence[Design], question: Question, level: Level) -> Search[Found]:
+    """Every design of `device` assessed and screened; `found.screened` are those that may keep the promises."""
     found = Found(device=device, verdicts=dict.fromkeys((d.key for d in designs), ""))
-    screened = yield from _screen(found, designs, question, level)
-    yield from _confirm(found, screened, question, level)
+    found.screened = yield from _screen(found, designs, question, level)
+    return found
+
+
+def confirm_device(found: Found, question: Question, level: Level) -> Search[Found]:
+    """The cheapest confirmed fleet among what was screened, with its goodput and band."""
+    yield from _confirm(found, found.screened, question, level)
     if found.design is not None:
         yield from _finish(found, question, level)
     return found
 
 
-@dataclass(slots=True)
-class _Screened:
-    design: Design
-    replicas: int
-    outcome: Outcome
-    fewest: int
-
-    def rank(self, goals: Sequence[Goal]) -> tuple[float, float, int]:
-        """Cheaper first, then with the larger margin."""
-        return (self.replicas * self.design.num_devices, self.outcome.margin(goals), self.design.index)
-
-
-def _screen(found: Found, designs: Sequence[Design], question: Question, level: Level) -> Search[list[_Screened]]:
+def _screen(found: Found, designs: Sequence[Design], question: Question, level: Level) -> Search[list[Screened]]:
     goals, most = question.goals, question.max_replicas
     assessed = yield [Trial(design=d.index, replicas=1, level=ASSESS) for d in designs]
     alive: list[tuple[Design, Outcome]] = []
@@ -129,7 +138,7 @@ def _screen(found: Found, designs: Sequence[Design], question: Question, level: 
         else:
             alive.append((design, bound))
     alive.sort(key=lambda pair: (pair[1].likely * pair[0].num_devices, pair[0].index))
-    kept: list[_Screened] = []
+    kept: list[Screened] = []
     best: int | None = None
     for design, bound in alive:
         cap = most if best is None else min(most, best // design.num_devices)
@@ -142,14 +151,14 @@ def _screen(found: Found, designs: Sequence[Design], question: Question, level: 
         if n is None:
             found.verdicts[design.key] = seen.why(cap)
             continue
-        kept.append(_Screened(design, n, seen.outcomes[n], bound.fewest))
+        kept.append(Screened(design, n, seen.outcomes[n], bound.fewest))
         best = n * design.num_devices if best is None else min(best, n * design.num_devices)
     return sorted(kept, key=lambda s: s.rank(goals))
 
 
-def _confirm(found: Found, screened: Sequence[_Screened], question: Question, level: Level) -> Search[None]:
+def _confirm(found: Found, screened: Sequence[Screened], question: Question, level: Level) -> Search[None]:
     goals = question.goals
-    best: _Screened | None = None
+    best: Screened | None = None
     for place, candidate in enumerate(screened):
         design = candidate.design
         if best is not None and place >= FINALISTS:
@@ -167,7 +176,7 @@ def _confirm(found: Found, screened: Sequence[_Screened], question: Question, le
         if n is None:
             found.verdicts[design.key] = seen.why(cap)
             continue
-        confirmed = _Screened(design, n, seen.outcomes[n], candidate.fewest)
+        confirmed = Screened(design, n, seen.outcomes[n], candidate.fewest)
         if best is None or confirmed.rank(goals) < best.rank(goals):
             if best is not None:
                 found.verdicts[best.design.key] = (
@@ -186,10 +195,8 @@ def _finish(found: Found, question: Question, level: Level) -> Search[None]:
     assert found.design is not None and found.outcome is not None
     index, n = found.design.index, found.replicas
     width = 1 + Z80 * found.outcome.sigma
-    found.slow, found.fast = yield [
-        Trial(design=index, replicas=n, level=FLEET, steps=steps) for steps in (width, 1 / width)
-    ]  # fmt: skip
     view = level(REPLICA, n)
+    found.slow, found.fast = yield [Trial(design=index, replicas=n, level=view, steps=s) for s in (width, 1 / width)]
 
     def breaks(load: float) -> Search[Outcome | None]:
         (outcome,) = yield [Trial(design=index, replicas=n, level=view, load=load)]
@@ -268,8 +275,8 @@ def _dearer(fewest: int, design: Design, best: int | None) -> str:
     return f"needs {fewest * design.num_devices} devices at least, another design keeps the promises with {best}"
 
 
-def _count(screened: _Screened) -> str:
+def _count(screened: Screened) -> str:
     return f"{screened.replicas * screened.design.num_devices} devices"
 
 
-__all__ = ["Found", "Search", "needed", "search_device", "smallest", "why_not"]
+__all__ = ["Found", "Search", "confirm_device", "needed", "screen_device", "smallest", "why_not"]

@@ -38,7 +38,8 @@ class Question:
     base: fields of `EngineConfig` that all designs share, with "model".  axes: field -> values to try, with "device".
     workload: the traffic of the whole fleet.  prices: US$ per device and hour that replace those of device files.
     max_replicas: largest fleet.  screen: requests per replica of a first look; confirm: of the whole fleet, for
-    the designs that could be the answer (a workload with no more is used whole).
+    the designs that could be the answer (a workload with no more is used whole).  top: device types that are confirmed,
+    those with a price first, cheapest first.
     """
 
     base: Mapping[str, Any]
@@ -49,6 +50,7 @@ class Question:
     max_replicas: int = 64
     screen: int = 400
     confirm: int = 20_000
+    top: int = 8
 
     @property
     def model(self) -> str:
@@ -62,7 +64,7 @@ class Question:
             "workload": self.workload.plain(),
             "slo": [str(goal) for goal in self.goals],
             "prices": dict(sorted(self.prices.items())),
-            "max_replicas": self.max_replicas, "screen": self.screen, "confirm": self.confirm,
+            "max_replicas": self.max_replicas, "screen": self.screen, "confirm": self.confirm, "top": self.top,
         }  # fmt: skip
 
     @classmethod
@@ -72,6 +74,7 @@ class Question:
             base=dict(given["base"]), axes={name: tuple(values) for name, values in given["axes"].items()},
             workload=make_workload(**given["workload"]), goals=parse_goals(given["slo"]), prices=dict(given["prices"]),
             max_replicas=int(given["max_replicas"]), screen=int(given["screen"]), confirm=int(given["confirm"]),
+            top=int(given["top"]),
         )  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def check_question(question: Question, registry: Registry) -> None:
             "give --rate or a trace with times",
         )  # fmt: skip
     for option, value in (("--max-replicas", question.max_replicas), ("--screen", question.screen),
-                          ("--confirm", question.confirm)):  # fmt: skip
+                          ("--confirm", question.confirm), ("--top", question.top)):  # fmt: skip
         if value < 1:
             raise ConfigError(option, value, "out of range", "give at least 1")
     if not question.axes.get("device"):

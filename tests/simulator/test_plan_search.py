@@ -14,7 +14,7 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.goal import Goal
 from twinfer.core.workload import Workload
 from twinfer.simulator.plan_answer import Fleet, front_of, next_limit
-from twinfer.simulator.plan_search import Found, Search, search_device, smallest
+from twinfer.simulator.plan_search import Found, Search, confirm_device, screen_device, smallest
 from twinfer.simulator.plan_space import Design, Question, designs_of
 from twinfer.simulator.plan_trial import ASSESS, FLEET, SCREEN, Outcome, Trial
 
@@ -38,6 +38,11 @@ def ask(search: Search, answer: Callable[[Trial], Outcome]) -> tuple[object, lis
             trials = search.send([answer(t) for t in trials])
     except StopIteration as end:
         return end.value, asked
+
+
+def search_device(designs: list[Design], asked_of: Question) -> Search[Found]:
+    found = yield from screen_device("h100-sxm", designs, asked_of, lambda level, n: level)
+    return (yield from confirm_device(found, asked_of, lambda level, n: level))
 
 
 class Made:
@@ -90,7 +95,7 @@ def test_search_equals_brute_force(seed: int, bias: float) -> None:
     capacity = [rng.choice([0.0, rng.uniform(0.3, 4.0)]) for _ in designs]
     exact = [max(1, -(-10 // c)) if c else 1 for c in capacity]
     made = Made(capacity, [max(1, int(n * rng.uniform(0.4, 1.0))) for n in exact], bias)
-    found, asked = ask(search_device("h100-sxm", designs, asked_of, lambda level, n: level), made)
+    found, asked = ask(search_device(designs, asked_of), made)
     assert isinstance(found, Found)
     best = made.cheapest(designs, asked_of.max_replicas)
     if best is None:
@@ -110,7 +115,7 @@ def test_goodput_is_the_load_at_which_the_promise_breaks() -> None:
     asked_of = question(tps=(1,), tokens=(512,))
     designs = designs_of(asked_of)
     made = Made([3.0], [1])
-    found, _ = ask(search_device("h100-sxm", designs, asked_of, lambda level, n: level), made)
+    found, _ = ask(search_device(designs, asked_of), made)
     assert isinstance(found, Found)
     assert found.replicas == 4  # 10 / 3
     assert found.load == pytest.approx(1.2, rel=0.02) and found.load <= 1.2  # 4 * 3 / 10
