@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -21,11 +22,14 @@ from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.plugins.op_time.calibrated import (
     ATTENTION_TERMS,
     HOST_TERMS,
+    RECORDED,
+    Lookup,
     attention_features,
+    dot,
     grouped_name,
     host_features,
 )
-from twinfer.plugins.op_time.calibration import Curve, Fit, Format, GemmTable, Tables, rounded, weight_bits
+from twinfer.plugins.op_time.calibration import Calibration, Curve, Fit, Format, GemmTable, Tables, rounded, weight_bits
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
 OpsOfStep = tuple[Mapping[str, Sequence[Op]], StepTiming]
@@ -42,36 +46,43 @@ def fit(found: Measured, spec: ModelSpec, ops_of: OpsOf | None = None) -> Tables
     """
     ops_of = ops_of or (lambda shape: step_ops(spec, shape))
     steps: list[OpsOfStep] = []
+    small: list[OpsOfStep] = []
     for step in found.steps:
         by_name: dict[str, list[Op]] = {}
         for op in ops_of(step.shape):
             by_name.setdefault(op.name, []).append(op)
-        steps.append((by_name, step))
+        (small if _features(step.shape)["small"] else steps).append((by_name, step))
     timed = {name for _, step in steps for name in step.ops}
-    return Tables(
+    tables = Tables(
         format=Format.of(spec),
         quantizer=found.quantizer,
         model=found.model,
         gemm=(*_model_gemms(steps), *_grid_gemms(found, spec)),
-        attention=_attention(steps),
+        attention=_attention([*steps, *(entry for entry in small if _attends(entry[1]))]),
         curves=_curves(steps),
         inside=tuple(sorted({name for ops, _ in steps for name in ops} - timed)),
-        host=_host(found),
         around=_around(found),
         drift=found.drift,
         jitter=found.jitter,
     )
+    return tables.model_copy(update={"host": _host(steps, small, tables)})
 
 
 def levelled(tables: Tables, found: Measured, seconds_of: Callable[[StepShape], float]) -> tuple[Tables, list[float]]:
     """`tables` on the level of whole runs, and each run's time over its prediction before that.
 
-    seconds_of: what a step takes by `tables`, the loop around it included.
+    seconds_of: what a step takes by `tables`, the loop around it included.  Steps that are not from a recording, and would
+    be in a longer run, are left out.
     """
     ratios = []
     for run in found.runs:
         real = predicted = 0.0
+        seen: Counter[tuple[int, int]] = Counter()
         for step in run.steps:
+            shape = (len(step.shape.rows), step.shape.num_tokens)
+            seen[shape] += 1
+            if shape[1] <= RECORDED and seen[shape] <= 2:
+                continue  # not recorded yet, or just then: a longer run has few of them
             real += step.seconds + (step.gap or 0.0)
             predicted += seconds_of(step.shape)
         ratios.append(real / predicted if predicted else 1.0)
@@ -169,6 +180,11 @@ def _rising(by_x: Mapping[int, Sequence[tuple[float, float]]] | Mapping[float, S
     return [float(x) for x in xs], rising, spread
 
 
+def _attends(step: StepTiming) -> bool:
+    """Whether a step reads so many keys that how its kernels are called hardly shows."""
+    return max(row.keys for row in step.shape.rows) >= 200
+
+
 def _attention(steps: Sequence[OpsOfStep]) -> Fit | None:
     features, seconds = [], []
     for by_name, step in steps:
@@ -192,12 +208,21 @@ def _features(shape: StepShape) -> dict[str, float]:
     return host_features(len(shape.rows), shape.num_tokens, shape.num_logits)
 
 
-def _host(found: Measured) -> Fit | None:
-    """Seconds inside the executor that no op claims."""
-    timed = [(step.shape, step.ops["host"].seconds) for step in found.steps if "host" in step.ops]
+def _host(steps: Sequence[OpsOfStep], small: Sequence[OpsOfStep], tables: Tables) -> Fit | None:
+    """Seconds inside the executor that no op claims; for `small` steps, also what their ops do not explain by the tables."""
+    timed = [(step.shape, step.ops["host"].seconds) for _, step in steps if "host" in step.ops]
     if not timed:
         return None
-    return robust_fit(HOST_TERMS, [_features(shape) for shape, _ in timed], [max(s, 1e-7) for _, s in timed])
+    terms = [term for term in HOST_TERMS if term != "small"]
+    plain = robust_fit(terms, [_features(shape) for shape, _ in timed], [max(s, 1e-7) for _, s in timed])
+    known = Lookup(Calibration(tables=(tables.model_copy(update={"host": plain}),)), tables.format)
+    more = []
+    for by_name, step in small:
+        answers = [(known.time(op), op.count) for ops in by_name.values() for op in ops]
+        claimed = math.fsum(answer.seconds * count for answer, count in answers if answer is not None)
+        more.append(step.total.seconds - claimed - dot(plain.terms, _features(step.shape)))
+    extra = max(0.0, float(np.median(more))) if more else 0.0
+    return plain.model_copy(update={"terms": {**plain.terms, "small": extra}})
 
 
 def _around(found: Measured) -> Fit | None:

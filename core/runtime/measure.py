@@ -65,10 +65,10 @@ DESIGN: tuple[Design, ...] = (
 )  # fmt: skip
 """Decode steps first, cheap to dear, then prompts, chunks on a context, and mixtures as continuous batching makes them."""
 RUNS = (
-    Workload(num_requests=1, input_len=90, output_len=40, seed=21),
-    Workload(num_requests=4, input_len=220, output_len=32, seed=22),
-    Workload(num_requests=14, input_len=120, output_len=28, seed=23),
-    Workload(num_requests=36, input_len=60, output_len=20, lengths="uniform", spread=0.5, concurrency=24, seed=24),
+    Workload(num_requests=1, input_len=90, output_len=24, seed=21),
+    Workload(num_requests=4, input_len=220, output_len=18, seed=22),
+    Workload(num_requests=14, input_len=120, output_len=16, seed=23),
+    Workload(num_requests=32, input_len=60, output_len=14, lengths="uniform", spread=0.5, concurrency=24, seed=24),
 )
 GEMM_GRID = ((512, 512), (2048, 2048), (6144, 2048), (4096, 4096))
 GEMM_ROWS = (1, 8, 64, 256)

@@ -98,6 +98,17 @@ def warm_up(engine: Engine, requests: Sequence[Request]) -> None:
     events = [Submit(Request(id=f"warm-up-{i}", prompt=p, params=params)) for i, p in enumerate(prompts)]
     core = engine.build_core()
     drive(core, engine.executor, LocalInbox(events), time.perf_counter, lambda outputs, now: None)
+    _touch(engine, requests)
+
+
+def _touch(engine: Engine, requests: Sequence[Request]) -> None:
+    """Write the part of a CPU's KV pool that `requests` will use: a page costs microseconds when it is first written."""
+    kv = getattr(getattr(engine.executor, "inner", None), "kv", None)
+    if kv is None or kv.device.type != "cpu":
+        return
+    tokens = sum((len(r.prompt) + r.params.max_tokens + kv.block_size) * r.params.num_samples for r in requests)
+    for tensor in kv.block_tensors:
+        tensor[:, : -(-tokens // kv.block_size)].zero_()
 
 
 def serve(

@@ -49,7 +49,7 @@ ATTENTION_TERMS = (
     "call", "written", "short_row", "short_pair", "short_key", "lone_call", "lone_key", "long_row", "long_token",
     "long_pair", "long_key",
 )  # fmt: skip
-HOST_TERMS = ("step", "written", "row", "token", "logit")
+HOST_TERMS = ("step", "written", "small", "row", "token", "logit")
 _OTHER_FORMAT = 0.15  # relative error of a time that was measured beside other linears, or on another KV dtype
 _SIMILAR_BITS = 1.35  # ratio of stored bits up to which products are transferred
 
@@ -268,9 +268,16 @@ def attention_features(op: Op) -> dict[str, float]:
 
 
 def host_features(rows: float, tokens: float, logits: float) -> dict[str, float]:
-    """What the host does for a step, by `HOST_TERMS`."""
-    written = float(tokens > RECORDED)
-    return {"step": 1.0, "written": written, "row": float(rows), "token": float(tokens), "logit": float(logits)}
+    """What the host does for a step, by `HOST_TERMS`. `small`: a step that would be recorded were it not the only one of
+    its shape, as prompts are; what calling its kernels one by one takes counts here."""
+    return {
+        "step": 1.0,
+        "written": float(tokens > RECORDED),
+        "small": float(rows < tokens <= RECORDED),
+        "row": float(rows),
+        "token": float(tokens),
+        "logit": float(logits),
+    }
 
 
 def grouped_name(op: Op) -> str:
