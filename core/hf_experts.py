@@ -43,6 +43,14 @@ def read_experts(c: Fields, family: str, layers: Layers) -> MoESpec | None:
             score_bias=bool(c.get("use_routing_bias", True)),
             scoring="sigmoid",
         )
+    if family == "jamba" and layers.experts:
+        return MoESpec(
+            num_experts=c.count("num_experts", 16),
+            top_k=c.count("num_experts_per_tok", 2),
+            intermediate_size=c.count("intermediate_size", least=1),
+            dense_layers=tuple(i for i in range(layers.count) if i not in layers.experts),
+            renormalize=False,
+        )
     if family == "nemotron_h" and layers.experts:
         return _nemotron(c, layers)
     return None

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "llama4_text": "Llama4ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM", "nemotron_h": "NemotronHForCausalLM", "mimo": "MiMoForCausalLM",
+    "jamba": "JambaForCausalLM", "falcon_h1": "FalconH1ForCausalLM",
 }  # fmt: skip
 """model_type -> architecture class, as in config.json."""
 
@@ -65,6 +66,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "glm_moe_dsa": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"hidden_act": "relu2"},
+    "falcon_h1": {"rms_norm_eps": 1e-5},
 }  # fmt: skip
 """What Hugging Face's configuration class of a family assumes where config.json says nothing (null is something)."""
 
@@ -79,8 +81,6 @@ REFUSED = {
     "KimiK3ForConditionalGeneration": "Kimi delta attention and residuals across layers are not described",
     "KimiLinearForCausalLM": "Kimi delta attention is not described",
     "Step3p7FlashForCausalLM": "its file leaves out the heads of its sliding layers",
-    "JambaForCausalLM": "Mamba-1 layers are not described",
-    "FalconH1ForCausalLM": "attention and Mamba run side by side in each of its layers",
 }
 """Architectures that people ask for, and why their numbers would be wrong."""
 

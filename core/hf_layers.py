@@ -44,6 +44,10 @@ def read_layers(c: Fields, family: str) -> Layers:
     if family == "nemotron_h":
         return _mixers_and_mlps(c)
     count = c.count("num_hidden_layers")
+    if family == "jamba":
+        return _jamba(c, count)
+    if family == "falcon_h1":
+        return _falcon_h1(c, count)
     if family in GATED_DELTA:
         return _gated_delta(c, count)
     if family == "llama4_text":
@@ -109,6 +113,46 @@ def _mixers_and_mlps(c: Fields) -> Layers:
         state_dtype=str(c.get("mamba_ssm_cache_dtype", "float32")),
     )
     return Layers(len(kinds), tuple(kinds), tuple(bare), tuple(experts), linear=linear)
+
+
+def _jamba(c: Fields, count: int) -> Layers:
+    """Attention every few layers, Mamba in the others; experts every few layers, too."""
+    hidden, every, offset = c.count("hidden_size"), c.count("attn_layer_period", 8, 1), c.count("attn_layer_offset", 4)
+    sparse, first = c.count("expert_layer_period", 2, least=1), c.count("expert_layer_offset", 1)
+    rank = c.get("mamba_dt_rank", "auto")
+    linear = LinearAttentionSpec(
+        kind="mamba",
+        key_heads=1,
+        value_heads=c.count("mamba_expand", 2) * hidden,
+        key_dim=c.count("mamba_d_state", 16),
+        value_dim=1,
+        conv_width=c.count("mamba_d_conv", 4),
+        conv_bias=bool(c.get("mamba_conv_bias", True)),
+        proj_bias=bool(c.get("mamba_proj_bias", False)),
+        step_rank=-(-hidden // 16) if rank == "auto" else c.count("mamba_dt_rank"),
+    )
+    kinds = tuple("attention" if i % every == offset else "linear" for i in range(count))
+    experts = tuple(i for i in range(count) if i % sparse == first) if c.count("num_experts", 16) > 1 else ()
+    return Layers(count, kinds, experts=experts, linear=linear)
+
+
+def _falcon_h1(c: Fields, count: int) -> Layers:
+    """Attention and Mamba-2 side by side in every layer."""
+    heads, width = c.count("mamba_n_heads", 128, least=1), c.get("mamba_d_head", "auto")
+    inner = c.count("mamba_d_ssm", c.count("mamba_expand", 2) * c.count("hidden_size"))
+    c.must_be("projectors_bias", c.get("projectors_bias"), None, False)
+    c.must_be("mamba_proj_bias", c.get("mamba_proj_bias"), None, False)
+    linear = LinearAttentionSpec(
+        kind="mamba2",
+        key_heads=c.count("mamba_n_groups", 1),
+        value_heads=heads,
+        key_dim=c.count("mamba_d_state", 256),
+        value_dim=inner // heads if width == "auto" else c.count("mamba_d_head"),
+        conv_width=c.count("mamba_d_conv", 4),
+        conv_bias=bool(c.get("mamba_conv_bias", True)),
+        normed=bool(c.get("mamba_rms_norm", False)),
+    )
+    return Layers(count, ("both",) * count, linear=linear)
 
 
 def _chunks(c: Fields, count: int) -> tuple[int | None, ...]:

@@ -166,7 +166,7 @@ def block_linears(spec: ModelSpec) -> Iterator[Linear]:
         if spec.is_attention(i):
             for names, size in _attention(spec):
                 yield Linear(tuple(at + "self_attn." + name for name in names), size)
-        elif spec.linear_attention is not None:
+        if spec.is_linear(i) and spec.linear_attention is not None:
             lin = spec.linear_attention
             yield Linear(
                 (at + "linear_attn.in_proj_qkv", at + "linear_attn.in_proj_qkvz"), h * (lin.conv_channels + lin.inner)

@@ -91,6 +91,7 @@ def _make_stage(model: ModelSpec, layout: Layout, first: int, last: int) -> Stag
     attending = [i for i in layers if model.is_attention(i)]
     sparse = [i for i in layers if model.is_moe(i)]
     bare = sum(i in model.bare_layers for i in layers)
+    num_linear = sum(model.is_linear(i) for i in layers)
     num_attention, num_dense = len(attending), len(layers) - len(sparse) - bare
 
     def linear(name: str, n: int, k: int, count: int = num_attention) -> Linear:
@@ -127,8 +128,8 @@ def _make_stage(model: ModelSpec, layout: Layout, first: int, last: int) -> Stag
         model, layout, first, last, act, model.kv_bytes_per_token_layer(tp=tp), heads, kv_heads, num_attention,
         rotated, projected, before, linear("o_proj", h, heads * v_dim), tuple(mlps),
         Experts.of(model, layout, len(sparse)) if sparse else None,
-        StateLayers.of(model, tp, len(layers) - num_attention) if num_attention < len(layers) else None,
-        num_norms, 2 * len(layers) - bare, head, tuple(windows.items()),
+        StateLayers.of(model, tp, num_linear) if num_linear else None,
+        num_norms, num_attention + num_linear + len(layers) - bare, head, tuple(windows.items()),
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ class MLASpec:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-LINEAR_KINDS = {"gated_delta_net": 2, "mamba2": 1, "lightning": 0}
+LINEAR_KINDS = {"gated_delta_net": 2, "mamba2": 1, "lightning": 0, "mamba": 0}
 """Kind of linear attention -> numbers per value head that are projected beside it (beta and alpha; dt; none)."""
 
 
@@ -116,11 +116,13 @@ LINEAR_KINDS = {"gated_delta_net": 2, "mamba2": 1, "lightning": 0}
 class LinearAttentionSpec:
     """A layer that carries a state of fixed size from token to token instead of keys and values of all of them.
 
-    kind: "gated_delta_net" (arXiv:2412.06464; Qwen3-Next), "mamba2" (arXiv:2405.21060; Nemotron-H) or "lightning"
-    (arXiv:2501.08313; MiniMax-01).
+    kind: "gated_delta_net" (arXiv:2412.06464; Qwen3-Next), "mamba2" (arXiv:2405.21060; Nemotron-H), "lightning"
+    (arXiv:2501.08313; MiniMax-01) or "mamba" (arXiv:2312.00752; Jamba, where each channel is a head of width 1).
     key_heads, key_dim: heads and width of keys and queries (Mamba-2: groups and state size of B and C).
     value_heads, value_dim: heads and width of values (Mamba-2: heads and their width).
     conv_width: taps of the causal convolution over queries, keys and values (Mamba-2: x, B and C); 1 is none.
+    step_rank: of Mamba's steps, which are projected with B and C from the convolved inputs.
+    normed: Mamba-2 norms its output.
     conv_bias, proj_bias: whether the convolution, and both projections, have biases.
     state_dtype: of the recurrent state; what the convolution remembers has the activations' dtype.
     """
@@ -133,6 +135,8 @@ class LinearAttentionSpec:
     conv_width: int
     conv_bias: bool = False
     proj_bias: bool = False
+    step_rank: int = 0
+    normed: bool = True
     state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -151,8 +155,13 @@ class LinearAttentionSpec:
 
     @property
     def conv_channels(self) -> int:
-        """Channels that the convolution runs over: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.inner
+        """Channels that the convolution runs over: queries, keys and values (Mamba: values alone)."""
+        return self.inner + (0 if self.kind == "mamba" else 2 * self.key_heads * self.key_dim)
+
+    @property
+    def step_width(self) -> int:
+        """Columns of Mamba's projection of the convolved inputs: steps, B and C; 0 for other kinds."""
+        return self.step_rank + 2 * self.key_dim if self.kind == "mamba" else 0
 
     @property
     def in_width(self) -> int:
@@ -167,8 +176,10 @@ class LinearAttentionSpec:
         n += self.in_width + hidden if self.proj_bias else 0
         if self.kind == "lightning":
             return n + self.inner  # a norm over all values
+        if self.kind == "mamba":  # and a norm each of steps, B and C; steps back to channels; A and D
+            return n + (self.inner + 1) * self.step_width + self.inner * (self.step_rank + self.key_dim + 2)
         if self.kind == "mamba2":
-            return n + 3 * self.value_heads + self.inner  # A, D, dt's bias; a norm over all values
+            return n + 3 * self.value_heads + self.inner * self.normed  # A, D, dt's bias; a norm over all values
         return n + 2 * self.value_heads + self.value_dim  # A and dt's bias; one norm for all heads
 
     def state_values(self, tp: int = 1) -> int:
@@ -178,7 +189,8 @@ class LinearAttentionSpec:
     def conv_values(self, tp: int = 1) -> int:
         """Elements of past inputs that the convolution of one sequence remembers on one of `tp` ranks."""
         keys, values = -(-self.key_heads // tp), -(-self.value_heads // tp)
-        return (2 * keys * self.key_dim + values * self.value_dim) * (self.conv_width - 1)
+        channels = values * self.value_dim + (0 if self.kind == "mamba" else 2 * keys * self.key_dim)
+        return channels * (self.conv_width - 1)
 
     def state_bytes(self, dtype: str, tp: int = 1) -> float:
         """Bytes that one sequence holds in one such layer, however long it is; `dtype` is the activations'."""

@@ -38,7 +38,8 @@ class ModelSpec:
     linear_dtype: what the block linears compute in, "" for `dtype` (weight-only formats compute in `dtype`).
     kv_scale_bytes: bytes of scales that the KV format stores per token, KV head and K or V vector.
 
-    layer_kinds: the mixer of each layer, "attention" or "linear" (`linear_attention` says of what kind); empty means
+    layer_kinds: the mixer of each layer, "attention", "linear" (`linear_attention` says of what kind) or "both"
+    side by side; empty means
     attention everywhere.  bare_layers: layers without an MLP.
     attention_gate: the attention output is multiplied by a sigmoid of as many numbers, projected with the queries.
     wide_qk_norm: with `qk_norm`, one norm over all heads instead of one per head (MiniMax-M2).
@@ -115,13 +116,13 @@ class ModelSpec:
     def _check_kinds(self) -> None:
         if len(self.layer_kinds) != self.num_layers:
             raise ModelError(f"{self.name}: {len(self.layer_kinds)} layer_kinds for {self.num_layers} layers")
-        if set(self.layer_kinds) - {"attention", "linear"}:
+        if set(self.layer_kinds) - {"attention", "linear", "both"}:
             raise ModelError(
-                f"{self.name}: layer_kinds are 'attention' and 'linear', not {sorted(set(self.layer_kinds))}"
+                f"{self.name}: layer_kinds are 'attention', 'linear' and 'both', not {sorted(set(self.layer_kinds))}"
             )
-        if "attention" not in self.layer_kinds:
+        if not self.num_attention_layers:
             raise ModelError(f"{self.name}: a model without any layer of attention is not known")
-        if "linear" in self.layer_kinds and self.linear_attention is None:
+        if self.num_linear_layers and self.linear_attention is None:
             raise ModelError(f"{self.name}: linear layers need linear_attention to say of what kind")
 
     # --- layers ---------------------------------------------------------------------------------
@@ -132,7 +133,11 @@ class ModelSpec:
 
     def is_attention(self, layer: int) -> bool:
         """Whether `layer` attends to keys and values of earlier tokens (else it carries a state)."""
-        return not self.layer_kinds or self.layer_kinds[layer] == "attention"
+        return not self.layer_kinds or self.layer_kinds[layer] != "linear"
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether `layer` carries a state; it may attend besides."""
+        return bool(self.layer_kinds) and self.layer_kinds[layer] != "attention"
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -142,12 +147,12 @@ class ModelSpec:
     @property
     def num_attention_layers(self) -> int:
         """Layers that keep keys and values."""
-        return self.num_layers - self.num_linear_layers
+        return self.num_layers - self.layer_kinds.count("linear")
 
     @property
     def num_linear_layers(self) -> int:
         """Layers that carry a state of fixed size."""
-        return self.layer_kinds.count("linear")
+        return len(self.layer_kinds) - self.layer_kinds.count("attention")
 
     @property
     def num_dense_layers(self) -> int:

@@ -2,6 +2,7 @@
 
     linear_in_proj    queries, keys, values, gate and the numbers per head, in one product
     linear_conv       causal convolution over queries, keys and values, with the inputs that it remembers
+    linear_x_proj, linear_dt_proj    Mamba alone: steps, keys and queries from the convolved inputs
     linear_attention  per value head: decay of the state, what the token changes in it, and the query's read
     linear_gate       norm and gate of the output
     linear_out_proj
@@ -22,8 +23,9 @@ from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.spec import ModelSpec
 from twinfer.core.work import Linear, Op, RowShape, StateShape
 
-STATE_FLOPS = {"gated_delta_net": 7, "mamba2": 5, "lightning": 5}
-"""FLOPs per state element and token: decay 1, outer product 2, read 2; the delta rule reads once more for its error."""
+STATE_FLOPS = {"gated_delta_net": 7, "mamba2": 5, "lightning": 5, "mamba": 6}
+"""FLOPs per state element and token: decay 1, outer product 2, read 2; the delta rule reads once more for its error,
+Mamba's decay is of every element."""
 
 GATE_FLOPS = 9  # per element: norm 4, sigmoid-like function and product 5
 
@@ -36,6 +38,7 @@ class StateLayers:
     shape: StateShape
     in_proj: Linear
     out_proj: Linear
+    steps: tuple[Linear, ...]  # Mamba: steps, B and C from the convolved inputs, and steps back to channels
     channels: int  # of the convolution, on this rank
     inner: int  # width of all values of this rank
     state: float  # elements of the state of one row and layer
@@ -51,7 +54,7 @@ class StateLayers:
         act, h = dtype_bytes(model.dtype), model.hidden_size
         keys, values = -(-s.key_heads // tp), -(-s.value_heads // tp)
         inner = values * s.value_dim
-        channels = 2 * keys * s.key_dim + inner
+        channels = inner if s.kind == "mamba" else 2 * keys * s.key_dim + inner
         per_head = (s.in_width - s.conv_channels - s.inner) // s.value_heads
         width = channels + inner + values * per_head
         bits, dtype = model.linear_bits / 8, model.linear_dtype or model.dtype
@@ -59,6 +62,11 @@ class StateLayers:
             count, StateShape(s.kind, h, keys, values, s.key_dim, s.value_dim, s.conv_width),
             Linear("linear_in_proj", width, h, width * h * bits, dtype, count),
             Linear("linear_out_proj", h, inner, h * inner * bits, dtype, count),
+            tuple(
+                Linear(name, n, k, n * k * bits, dtype, count)
+                for name, n, k in (("linear_x_proj", s.step_width, inner), ("linear_dt_proj", inner, s.step_rank))
+                if s.step_width
+            ),
             channels, inner, s.state_values(tp), dtype_bytes(s.state_dtype), s.conv_values(tp) * act, act, model.dtype,
         )  # fmt: skip
 
@@ -77,6 +85,7 @@ def state_ops(c: StateLayers, rows: tuple[RowShape, ...], t: int, cp: int = 1) -
             Op("linear_conv", "elementwise", taps, inputs + held, inputs + held, c.dtype, c.count, (t, c.channels), 0.0,
                fed, "", c.shape)
         )  # fmt: skip
+    ops += [linear.op(t, act) for linear in c.steps]
     ops += [
         Op(
             "linear_attention", "scan", flops, inputs + state, t * c.inner * act + state, c.dtype, c.count,

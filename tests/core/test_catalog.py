@@ -42,7 +42,7 @@ ROUNDED = {
     "smollm2-1.7b": (1.71e9, 1.71e9), "llama-3.1-70b": (70.6e9, 70.6e9), "qwen2.5-32b": (32.8e9, 32.8e9),
     "kimi-k2": (1.026e12, 32e9), "nemotron-3-nano-30b": (31.6e9, 3.2e9), "mixtral-8x22b": (141e9, 39e9),
     "llama-4-scout": (109e9, 17e9), "llama-4-maverick": (401.6e9, 17e9), "deepseek-v3.2": (671e9, 37e9),
-    "gpt-oss-120b": (116.8e9, 5.1e9),
+    "gpt-oss-120b": (116.8e9, 5.1e9), "jamba-1.5-mini": (51.6e9, 12e9),
 }  # fmt: skip
 """(total, active) as model cards state them."""
 
@@ -78,7 +78,7 @@ def test_the_promised_names_are_there() -> None:
         mistral-7b mixtral-8x7b qwen2.5-7b qwen2.5-72b qwen3-8b qwen3-32b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3
         deepseek-v2-lite gemma-2-9b gemma-3-270m phi-3-mini smollm2-135m smollm2-1.7b gpt-oss-20b
         kimi-k2 glm-4.5 llama-4-scout llama-4-maverick qwen3-next-80b qwen2.5-vl-7b qwen3-vl-8b gpt-oss-120b mixtral-8x22b
-        gemma-3-27b phi-4 qwen2.5-32b nemotron-3-nano-30b deepseek-v3.2"""
+        gemma-3-27b phi-4 qwen2.5-32b nemotron-3-nano-30b deepseek-v3.2 jamba-1.5-mini"""
     assert set(promised.split()) == set(spec_names())
     assert spec_names() == sorted(spec_names())
 

@@ -80,7 +80,7 @@ def test_a_sparse_index_has_keys_of_its_own() -> None:
     ("changes", "words"),
     [
         (dict(layer_kinds=("attention",)), "1 layer_kinds for 2 layers"),
-        (dict(layer_kinds=("linear", "mamba")), "layer_kinds are 'attention' and 'linear'"),
+        (dict(layer_kinds=("linear", "mamba")), "layer_kinds are 'attention', 'linear' and 'both'"),
         (dict(layer_kinds=("linear", "attention")), "need linear_attention"),
         (dict(layer_kinds=("linear", "linear")), "without any layer of attention"),
     ],
