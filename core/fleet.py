@@ -18,9 +18,9 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError
 from twinfer.core.technique import Checked
 
-KV_BANDWIDTH = 43.5e9
-"""B/s per device and direction for KV between replicas, unless given: a 400 Gb/s port for each device, of which a
-transfer engine reached 87 % (Mooncake, arXiv:2407.00079: 87 GB/s over four 200 Gb/s ports)."""
+KV_SHARE = 0.87
+"""Of the line rate of a device's network port that KV transfers reach, where no bandwidth is given: 87 GB/s over four
+200 Gb/s ports were measured by Mooncake (FAST'25, arXiv:2407.00079)."""
 
 _OPTIONS = {"repair_s": "--repair", "boot_s": "--boot-time"}
 
@@ -74,8 +74,9 @@ class Fleet(Checked):
 
     engine, replicas: of the one pool, or of the prefill pool when `decode` and `decode_replicas` describe another.
     router, decode_router: which replica of either pool gets a request.
-    kv_bandwidth: B/s per device and direction, between replicas (and to `shared_tier_bytes`); None: `KV_BANDWIDTH`.
-    kv_latency: s before the first byte of a transfer.  fabric_bandwidth: B/s that all transfers share, None: no limit.
+    kv_bandwidth: B/s per device and direction, between replicas (and to `shared_tier_bytes`); None: `KV_SHARE` of
+    the network that the device file names.  kv_latency: s before the first byte of a transfer; None: that network's.
+     fabric_bandwidth: B/s that all transfers share, None: no limit.
     kv_overlap: layers are sent while the last step of a prompt computes the next ones.
     host_tier_bytes: host memory per replica that keeps KV of ended requests.  shared_tier_bytes: one such store for all
     replicas, reached over the network.  tier_block: tokens that are kept or lost together there.
@@ -94,7 +95,7 @@ class Fleet(Checked):
     decode_replicas: int = Field(default=0, ge=0, le=4096)
     decode_router: Choice = Choice(name="least_loaded")
     kv_bandwidth: float | None = Field(default=None, gt=0)
-    kv_latency: float = Field(default=0.0, ge=0)
+    kv_latency: float | None = Field(default=None, ge=0)
     fabric_bandwidth: float | None = Field(default=None, gt=0)
     kv_overlap: bool = False
     host_tier_bytes: int | None = Field(default=None, ge=1)
@@ -134,12 +135,11 @@ class Fleet(Checked):
     def _refuse_ignored(self) -> None:
         """An option that would change nothing is a mistake."""
         tiered = self.host_tier_bytes is not None or self.shared_tier_bytes is not None
-        networked = self.disaggregated or self.shared_tier_bytes is not None
         fails = bool(self.failures) or self.mtbf is not None
         starts = fails or self.autoscaler is not None
         rules = (
             (("kv_overlap", "decode_router"), self.disaggregated, "no replica hands KV on", "--decode-replicas"),
-            (("kv_bandwidth", "kv_latency", "fabric_bandwidth"), networked, "no KV goes over a network",
+            (("kv_bandwidth", "kv_latency", "fabric_bandwidth"), self.networked, "no KV goes over a network",
              "--decode-replicas or --shared-tier-bytes"),
             (("tier_block",), tiered, "no tier keeps KV", "--host-tier-bytes or --shared-tier-bytes"),
             (("repair_s",), fails, "no replica fails", "--fail or --mtbf"),
@@ -180,6 +180,11 @@ class Fleet(Checked):
         return self.decode is not None
 
     @property
+    def networked(self) -> bool:
+        """KV goes between replicas, or to and from the shared store."""
+        return self.disaggregated or self.shared_tier_bytes is not None
+
+    @property
     def moves_kv(self) -> bool:
         return self.disaggregated or self.host_tier_bytes is not None or self.shared_tier_bytes is not None
 
@@ -194,4 +199,4 @@ class Fleet(Checked):
 
 Pool = Literal["engine", "prefill", "decode"]
 
-__all__ = ["KV_BANDWIDTH", "Autoscaler", "Failure", "Fleet", "Pool"]
+__all__ = ["KV_SHARE", "Autoscaler", "Failure", "Fleet", "Pool"]

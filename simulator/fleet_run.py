@@ -24,7 +24,7 @@ from twinfer.core.device import DeviceSpec
 from twinfer.core.errors import ConfigError, PluginError
 from twinfer.core.events import Abort, Finished, Output, Rejected, TokenDelta
 from twinfer.core.feeder import Feeder
-from twinfer.core.fleet import KV_BANDWIDTH, Fleet
+from twinfer.core.fleet import Fleet
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
@@ -38,7 +38,7 @@ from twinfer.simulator.fleet_record import fleet_record
 from twinfer.simulator.front import Front, Job
 from twinfer.simulator.replica import Piece, Replica
 from twinfer.simulator.run import PROGRESS_EVERY_S, OnProgress, ShouldStop, Stopped, World, bands_of, prepare
-from twinfer.simulator.transfers import Transfers, devices_of
+from twinfer.simulator.transfers import Transfers, devices_of, kv_link
 
 
 def simulate_fleet(
@@ -283,7 +283,7 @@ class FleetRun:
         if self.jobs.get(job.request.id) is not job:  # it has ended elsewhere
             return
         well = isinstance(output, Finished) and output.reason == "length"
-        if well and self.transfers is not None:
+        if self.transfers is not None and isinstance(output, Finished) and well:
             self.transfers.keep(replica, piece.request, output.num_output_tokens)
         if well and self.back is not None and piece.request.kv_to is not None:
             job.told += 1
@@ -341,9 +341,8 @@ class FleetRun:
         """What was decided for the fleet, in words."""
         fleet, found = self.fleet, {}
         first = self.pools["engine"]
-        if fleet.disaggregated or fleet.shared_tier_bytes is not None:
-            per_device = fleet.kv_bandwidth or KV_BANDWIDTH
-            why = "as given" if fleet.kv_bandwidth is not None else "a 400 Gb/s port per device, 87 % of it reached"
+        if fleet.networked:
+            per_device, _, why = kv_link(fleet, first)
             total = per_device * devices_of(first)
             found["kv_bandwidth"] = f"{total / 1e9:.4g} GB/s per replica and direction: {why}"
         if fleet.autoscaler is not None or fleet.failures or fleet.mtbf is not None:

@@ -25,7 +25,7 @@ import simpy
 from twinfer.core.cache_groups import Paging
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import TransferDone, TransferFailed
-from twinfer.core.fleet import KV_BANDWIDTH, Fleet
+from twinfer.core.fleet import KV_SHARE, Fleet
 from twinfer.core.plan import Move
 from twinfer.core.request import KVSource, Request
 from twinfer.core.work import RowShape, StepShape
@@ -41,6 +41,23 @@ _ROUND = 256  # tokens to which the size of a recomputation is rounded up before
 def devices_of(world: World) -> int:
     """Devices of one replica."""
     return world.setup.config.num_devices or world.setup.config.tp
+
+
+def kv_link(fleet: Fleet, world: World) -> tuple[float, float, str]:
+    """B/s per device, latency in s and where they are from, of KV that leaves or reaches a replica over the network.
+
+    Raises ConfigError when neither the fleet nor the device file says.
+    """
+    device = world.device
+    latency = device.network_latency or 0.0 if fleet.kv_latency is None else fleet.kv_latency
+    if fleet.kv_bandwidth is not None:
+        return fleet.kv_bandwidth, latency, "as given"
+    if device.network_bandwidth is None:
+        raise ConfigError(
+            "--kv-bandwidth", None, f"no network between machines with {device.name} is known", "give bytes per second"
+        )
+    why = f"{KV_SHARE:.0%} of {device.network or 'the network'}, {device.network_source}"
+    return device.network_bandwidth * KV_SHARE, latency, why
 
 
 def kv_page_bytes(world: World) -> float:
@@ -90,6 +107,7 @@ class Transfers:
         self._loads: dict[tuple[int, str], Flow] = {}  # from tiers
         self._stores: dict[int, dict[Flow, None]] = {}
         self._lost: set[tuple[int, str]] = set()  # decode pieces whose KV was lost before they asked for it
+        self._latency = 0.0
         self._compute_s: dict[tuple[int, int, int], float] = {}
         tiered = fleet.host_tier_bytes is not None or fleet.shared_tier_bytes is not None
         self.tiers = PrefixIndex(fleet.tier_block) if tiered else None
@@ -106,8 +124,10 @@ class Transfers:
         """Links of one replica. Raises ConfigError for a device whose host link is not known but needed."""
         fleet, network, i = self._fleet, self.network, replica.index
         n = devices_of(replica.world)
-        network.add_link(f"out{i}", (fleet.kv_bandwidth or KV_BANDWIDTH) * n)
-        network.add_link(f"in{i}", (fleet.kv_bandwidth or KV_BANDWIDTH) * n)
+        if fleet.networked:
+            bandwidth, self._latency, _ = kv_link(fleet, replica.world)
+            network.add_link(f"out{i}", bandwidth * n)
+            network.add_link(f"in{i}", bandwidth * n)
         if fleet.host_tier_bytes is not None:
             device = replica.world.device
             link = device.host_link_bandwidth or (device.memory_bandwidth / 2 if device.kind == "cpu" else None)
@@ -172,7 +192,7 @@ class Transfers:
         path = (f"out{handover.source.index}", *self._fabric, f"in{handover.target.index}")
         latency = 0.0
         if handover.begun is None:
-            handover.begun, latency = self._env.now, self._fleet.kv_latency
+            handover.begun, latency = self._env.now, self._latency
         if handover.sending:
             left = handover.num_bytes - (handover.head_bytes if handover.head_done else 0.0)
             handover.flow = self.network.send(path, left, lambda _: self._arrived(handover), latency)
@@ -264,7 +284,7 @@ class Transfers:
         return (f"down{replica.index}",) if handle == HOST else (*self._fabric, f"in{replica.index}")
 
     def _load_s(self, replica: Replica, handle: str, tokens: int) -> float:
-        latency = self._fleet.kv_latency if handle == STORE else 0.0
+        latency = self._latency if handle == STORE else 0.0
         return latency + self._device_bytes(replica, tokens) / self.network.share(self._path(replica, handle))
 
     def _device_bytes(self, replica: Replica, tokens: int) -> float:
@@ -293,7 +313,7 @@ class Transfers:
             del self._loads[key]
             replica.inbox.put(TransferDone(move.seq))
 
-        latency = self._fleet.kv_latency if move.peer == STORE else 0.0
+        latency = self._latency if move.peer == STORE else 0.0
         self._loads[key] = self.network.send(self._path(replica, move.peer), num_bytes, done, latency)
 
     def keep(self, replica: Replica, request: Request, num_output: int) -> None:
@@ -331,4 +351,4 @@ class Transfers:
         flows[flow] = None
 
 
-__all__ = ["HOST", "STORE", "Handover", "Transfers", "devices_of", "kv_bytes", "kv_page_bytes"]
+__all__ = ["HOST", "STORE", "Handover", "Transfers", "devices_of", "kv_bytes", "kv_link", "kv_page_bytes"]

@@ -27,7 +27,7 @@ from twinfer.simulator.run import World, simulate
 from twinfer.simulator.transfers import kv_bytes
 
 REGISTRY = Registry(entry_points=False)
-ENGINE = EngineConfig(model="llama-3.1-8b", device="h100-sxm")
+ENGINE = EngineConfig(model="llama-3.1-8b", device="h100-sxm", num_kv_blocks=1024)
 WORKLOAD = Workload(num_requests=40, rate=30.0, input_len=200, output_len=20, lengths="lognormal", spread=0.6, seed=3)
 
 
@@ -386,7 +386,7 @@ fleets = st.builds(
 
 
 @given(fleets, requests_)
-@settings(max_examples=25)
+@settings(max_examples=40)
 def test_whatever_happens_every_request_ends_once(
     fleet: Fleet, drawn: list[tuple[int, int, float, int | None]]
 ) -> None:
