@@ -1,12 +1,12 @@
-"""One pool or two? Goodput of the same devices as prefill and decode replicas together, and split: DistServe's question.
+"""One pool or two? The same devices as replicas that do both, and split into prefill and decode pools: DistServe's question.
 
-    python bench/pools.py [--model M] [--device D] [--devices N] [--input-len N] [--output-len N] [--ttft S] [--tpot S]
-                          [--requests N] [--kv-bandwidth B/s] [--max-num-batched-tokens N] [--json]
+    python bench/pools.py [--model M] [--device D] [--devices N] [--input-len N] [--output-len N] [--ttft S]
+                          [--tpots S,S,...] [--rates R,R,...] [--requests N] [--kv-bandwidth B/s] [--json]
 
-Goodput is the highest Poisson rate at which the 95th percentiles of TTFT and of TPOT keep both limits (the definition of
-DistServe, arXiv:2401.09670, which asks for 90 % of requests instead), found by bisection to 3 %. Rates are given per device.
-Every split has the same devices: i prefill and N - i decode replicas. Colocated engines are tried with several budgets of
-tokens per step, the best counts: a smaller budget makes steps shorter, and prompts slower.
+Every fleet is simulated at every rate (Poisson, per device). Goodput under a pair of limits is the highest rate at which the
+95th percentiles of TTFT and of TPOT keep both, between two rates by linear interpolation of what breaks first (DistServe,
+arXiv:2401.09670, asks for 90 % of requests instead). Prints goodput by limit of TPOT: where splitting begins to pay is where
+its best column overtakes the best of the engines that do both, which are tried with several budgets of tokens per step.
 """
 
 from __future__ import annotations
@@ -51,22 +51,19 @@ def run(fleet: Fleet, args: argparse.Namespace, rate: float) -> RunRecord:
     return simulate_fleet(fleet, workload, bands=False)
 
 
-def keeps(record: RunRecord, args: argparse.Namespace) -> bool:
-    ttft, tpot = record.metrics["ttft"], record.metrics["tpot"]
-    return bool(ttft["p95"] <= args.ttft and tpot["p95"] <= args.tpot)
-
-
-def goodput(fleet: Fleet, args: argparse.Namespace) -> float:
-    """Requests/s, 0 when even a lone request is too slow."""
-    low, high = 0.0, 1.0 * args.devices
-    while keeps(run(fleet, args, high), args):
-        low, high = high, 2 * high
-    if not low and not keeps(run(fleet, args, 0.05), args):
-        return 0.0
-    while high - low > 0.03 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if keeps(run(fleet, args, middle), args) else (low, middle)
-    return low
+def goodput(points: list[tuple[float, float, float]], ttft: float, tpot: float) -> float:
+    """Requests/s from (rate, TTFT p95, TPOT p95) by rising rate; 0 when the lowest rate is too much already."""
+    best = 0.0
+    for i, (rate, *found) in enumerate(points):
+        over = max(value / limit for value, limit in zip(found, (ttft, tpot), strict=True))
+        if over > 1:
+            if i:
+                last, *before = points[i - 1]
+                under = max(value / limit for value, limit in zip(before, (ttft, tpot), strict=True))
+                best = last + (rate - last) * (1 - under) / (over - under)
+            return best
+        best = rate
+    return best
 
 
 def main() -> int:
@@ -77,26 +74,30 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=2048)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--ttft", type=float, default=0.3)
-    parser.add_argument("--tpot", type=float, default=0.02)
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--tpots", default="0.01,0.012,0.014,0.016,0.02,0.03")
+    parser.add_argument("--rates", default="1,2,3,4,5,6,7,8,9,10,11,12,14")
+    parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--kv-bandwidth", type=float, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    rates = [float(rate) for rate in args.rates.split(",")]
+    limits = [float(tpot) for tpot in args.tpots.split(",")]
     rows: list[dict[str, Any]] = []
+    if not args.json:
+        print(f"requests/s/device at TTFT p95 <= {args.ttft:g} s and TPOT p95 <=")
+        print(f"{'':32}" + "".join(f"{tpot * 1e3:7.0f} ms" for tpot in limits), flush=True)
     for name, fleet in fleets(args):
-        rate = goodput(fleet, args)
-        row: dict[str, Any] = {"fleet": name, "goodput_per_device": rate / args.devices}
-        if rate:
-            metrics = run(fleet, args, rate).metrics
-            row |= {"ttft_p95": metrics["ttft"]["p95"], "tpot_p95": metrics["tpot"]["p95"],
-                    "busy": [round(r["busy"], 2) for r in metrics["replicas"]]}  # fmt: skip
-        rows.append(row)
+        points: list[tuple[float, float, float]] = []
+        for rate in rates:
+            metrics = run(fleet, args, rate * args.devices).metrics
+            points.append((rate, metrics["ttft"]["p95"], metrics["tpot"]["p95"]))
+            if points[-1][1] > 4 * args.ttft:  # it only gets worse
+                break
+        found = [goodput(points, args.ttft, tpot) for tpot in limits]
+        rows.append({"fleet": name, "goodput_per_device": found, "points": points})
         if not args.json:
-            late = (
-                f"TTFT p95 {row['ttft_p95'] * 1e3:5.0f} ms, TPOT p95 {row['tpot_p95'] * 1e3:5.1f} ms" if rate else "-"
-            )
-            print(f"{name:32} {row['goodput_per_device']:6.2f} requests/s/device   {late}", flush=True)
+            print(f"{name:32}" + "".join(f"{rate:10.2f}" for rate in found), flush=True)
     if args.json:
         print(json.dumps({"question": vars(args), "rows": rows}, indent=1))
     return 0
