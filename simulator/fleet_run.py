@@ -25,6 +25,7 @@ from twinfer.core.errors import ConfigError, PluginError
 from twinfer.core.events import Abort, Finished, Output, Rejected, TokenDelta
 from twinfer.core.feeder import Feeder
 from twinfer.core.fleet import Fleet
+from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
@@ -185,7 +186,8 @@ class FleetRun:
 
     def start_s(self, world: World) -> float:
         """Seconds from renting a replica until it serves: each of its devices reads its share of the weights."""
-        return self.fleet.boot_s + world.setup.model.weight_bytes(world.setup.config.tp) / self.fleet.load_bandwidth
+        setup = world.setup
+        return self.fleet.boot_s + heaviest_rank(setup.model, setup.config.layout) / self.fleet.load_bandwidth
 
     # --- requests -------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ _ROUND = 256  # tokens to which the size of a recomputation is rounded up before
 
 def devices_of(world: World) -> int:
     """Devices of one replica."""
-    return world.setup.config.num_devices or world.setup.config.tp
+    return world.setup.config.layout.devices
 
 
 def kv_link(fleet: Fleet, world: World) -> tuple[float, float, str]:

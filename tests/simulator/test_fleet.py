@@ -214,6 +214,15 @@ def test_the_second_token_comes_after_the_transfer() -> None:
     assert [p["pool"] for p in record.metrics["replicas"]] == ["prefill", "decode"]
 
 
+def test_pools_may_be_laid_out_differently() -> None:
+    """The same bytes, through the ports of two devices of the prefill replica into four of the decode replica."""
+    two, four = (ENGINE.model_copy(update={"tp": tp}) for tp in (2, 4))
+    _, record = run(Fleet(engine=two, decode=four, decode_replicas=1, kv_bandwidth=1e9), [ask(0, 640, 3)])
+    assert record.metrics["kv_transfer_bytes"] == 640 * 131_072
+    assert record.metrics["kv_transfer"]["mean"] == pytest.approx(640 * 131_072 / 2e9, rel=1e-3)
+    assert record.config["tp"] == 2 and record.config["fleet"]["decode"] == {"tp": 4}
+
+
 def test_overlap_hides_all_but_the_last_layer_of_a_fast_link_and_nothing_of_the_prefill() -> None:
     plain, hidden = (
         run(split(kv_bandwidth=100e9, kv_overlap=o), [ask(0, 640, 2)])[1].requests[0] for o in (False, True)
