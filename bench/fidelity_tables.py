@@ -23,7 +23,7 @@ from typing import Any
 
 from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.registry import Registry
-from twinfer.plugins.op_time.kernel_tables import SPREAD, KernelTable
+from twinfer.plugins.op_time.kernel_tables import KernelTable
 from twinfer.plugins.op_time.silicon import SYSTEMS, VERSION_SPREAD, SystemTables, installed_folder
 
 Z80 = 1.2816
@@ -52,7 +52,7 @@ def point_errors(table: KernelTable, count: int, rng: random.Random) -> Iterator
             share = (math.log2(curve.points[i]) - low) / (high - low)
             use = curve.log_use[i - 1] + (curve.log_use[i + 1] - curve.log_use[i - 1]) * share
             predicted = table.bound(shape, curve.points[i]) / 2**use
-            yield predicted / curve.seconds[i] - 1, SPREAD
+            yield predicted / curve.seconds[i] - 1, table.spread_between()
 
 
 def row(name: str, found: list[tuple[float, float]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ after the bound varies slowly, so both rules are accurate where the times themse
 Invariants
 * A measured point is answered as it stands.
 * Beyond the measured range the utilisation of the last point holds, and the answer says so.
+* Spreads are what the table itself shows: some of its points, and of its shapes, are asked as if they were unknown.
 * No pandas, no per-row objects: a table of 100,000 rows loads in well under a second.
 """
 
@@ -19,8 +20,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+Item = TypeVar("Item")
 Shape = tuple[float, ...]
 Bound = Callable[[Shape, float], float]
 """(shape, point on the axis) to the least seconds it can take."""
@@ -28,6 +31,9 @@ Bound = Callable[[Shape, float], float]
 NEAREST = 4
 SPREAD = 0.04  # of a point between two measured ones: median error of leave-one-out is 3 % (bench/fidelity.py)
 FAR_SPREAD = 0.06  # more per unit of log2 distance to the nearest measured shape
+SAMPLED_SHAPES, SAMPLED_POINTS = 24, 5  # of a table, to see how far its own points are off when they are left out
+LEAST_ERRORS = 12
+Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
 BEYOND_SPREAD = 0.10  # more per octave beyond the measured range
 
 
@@ -87,6 +93,8 @@ class KernelTable:
         self.curves = {shape: self._curve(shape, sorted(points)) for shape, points in by_shape.items()}
         self._places = {shape: self._place(shape) for shape in self.curves}
         self._near: dict[Shape, list[tuple[float, Shape]]] = {}
+        self._wider: float | None = None
+        self._inside: float | None = None
         self._grid: dict[Shape, list[float]] = {}
         for shape in sorted(self.curves) if lerp else ():
             self._grid.setdefault(shape[:-1], []).append(shape[-1])
@@ -129,7 +137,37 @@ class KernelTable:
                 return Answer(own.seconds[bisect_left(own.points, point)], SPREAD / 2, "measured", "this very point")
             rule = "interpolated" if not beyond else "extrapolated"
             detail = f"{2**use:.0%} of the bound" + (f", {beyond:.1f} octaves beyond the table" if beyond else "")
-            return Answer(bound / 2**use, SPREAD + BEYOND_SPREAD * beyond, rule, detail)
+            return Answer(bound / 2**use, self.spread_between() + BEYOND_SPREAD * beyond, rule, detail)
+        answer = self._other(shape, point, bound, leave_out)
+        return replace(answer, spread=self._width() * answer.spread)
+
+    def spread_between(self) -> float:
+        """Relative standard deviation between measured points: 80 % of this table's own inner points, each read off its
+        two neighbours, lie within 1.28 of it."""
+        if self._inside is None:
+            errors = []
+            for _, curve in _every(sorted(self.curves.items()), SAMPLED_SHAPES):
+                at, use = curve.log_points, curve.log_use
+                for i in range(1, len(at) - 1):
+                    share = (at[i] - at[i - 1]) / (at[i + 1] - at[i - 1])
+                    errors.append(abs(2 ** (use[i] - use[i - 1] - (use[i + 1] - use[i - 1]) * share) - 1))
+            self._inside = _deviation(errors, SPREAD)
+        return self._inside
+
+    def _width(self) -> float:
+        """What the spread of shapes that were not measured is multiplied by, so that 80 % of this table's own shapes, each
+        asked as if it were unknown, lie within their bands."""
+        if self._wider is None:
+            errors = []
+            for shape, curve in _every(sorted(self.curves.items()), SAMPLED_SHAPES) if len(self.curves) > 8 else ():
+                for point, seconds in _every(list(zip(curve.points, curve.seconds, strict=True)), SAMPLED_POINTS):
+                    answer = self._other(shape, point, self.bound(shape, point), True)
+                    errors.append(abs(answer.seconds / seconds - 1) / answer.spread)
+            self._wider = _deviation(errors, 1.0)
+        return self._wider
+
+    def _other(self, shape: Shape, point: float, bound: float, leave_out: bool) -> Answer:
+        """Seconds of a shape from others."""
         between = self._between(shape, point, bound, leave_out)
         if between is not None:
             return between
@@ -161,6 +199,18 @@ class KernelTable:
         beyond = beyond_a + (beyond_b - beyond_a) * share
         words = f"{2**use:.0%} of the bound, between those of {low:g} and {high:g}"
         return Answer(bound / 2**use, SPREAD + BEYOND_SPREAD * beyond, "interpolated", words)
+
+
+def _every(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """At most about `most` of the items, evenly spaced."""
+    return items[:: max(1, len(items) // most)]
+
+
+def _deviation(errors: list[float], otherwise: float) -> float:
+    """Standard deviation within whose 80 % band 80 % of the errors lie; `otherwise` for too few of them."""
+    if len(errors) < LEAST_ERRORS:
+        return otherwise
+    return max(sorted(errors)[int(0.8 * (len(errors) - 1))] / Z80, 0.25 * otherwise)
 
 
 def median_rows(keys: Sequence[tuple[Shape, float]], seconds: Sequence[float]) -> dict[tuple[Shape, float], float]:
