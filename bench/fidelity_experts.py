@@ -2,8 +2,9 @@
 
     python bench/fidelity_experts.py [--folder SYSTEMS] [--system h100_sxm] [--stack vllm] [--shapes N] [--json]
 
-Columns and the rule are those of `fidelity_tables.py`, which prints these rows too: N shapes of each table are drawn
-(fixed seed), and answered by a table that lacks the shape, or lacks just the point.
+Columns and the rule are those of `fidelity_tables.py`: N shapes of each table are drawn (fixed seed) and answered by a
+table that lacks the shape, or lacks just the point; experts also by a table that lacks all shapes of their model.
+`fidelity.py` prints these rows, too.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from twinfer.core.device import DeviceSpec, load_device
-from twinfer.core.registry import Registry
+from twinfer.core.device import DeviceSpec
 from twinfer.plugins.op_time.kernel_tables import KernelTable
 from twinfer.plugins.op_time.latent_tables import module_bound
 from twinfer.plugins.op_time.silicon import SYSTEMS, SystemTables, installed_folder
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fidelity_tables import device_of, point_errors, row, shape_errors, text
+
+SYSTEM_STACKS = (("h100_sxm", "vllm"), ("h100_sxm", "trtllm"), ("h100_sxm", "sglang"), ("h200_sxm", "vllm"))
 
 
 def wide_tables(tables: SystemTables, device: DeviceSpec) -> Iterator[tuple[str, KernelTable]]:
@@ -58,16 +65,44 @@ def wide_tables(tables: SystemTables, device: DeviceSpec) -> Iterator[tuple[str,
                     yield f"{kind} {op.removeprefix('linear_')} {phase}", table
 
 
-def table_rows(tables: SystemTables, device: DeviceSpec, shapes: int) -> Iterator[dict[str, float | str]]:
-    """Error rows of all tables: whole shapes left out, then points left out."""
-    from fidelity_tables import point_errors, row, shape_errors
+def model_errors(table: KernelTable, models: int, rng: random.Random) -> Iterator[tuple[float, float]]:
+    """(relative error, relative sigma) of all experts of `models` models, each model left out whole: hidden size, experts
+    per token and number of experts tell one model's shapes from another's."""
+    known = sorted({(shape[0], *shape[2:4]) for shape in table.curves})
+    for model in rng.sample(known, min(models, len(known))):
+        mine = [shape for shape in table.curves if (shape[0], *shape[2:4]) == model]
+        rest = {
+            (shape, point): seconds
+            for shape, curve in table.curves.items() if shape not in mine
+            for point, seconds in zip(curve.points, curve.seconds, strict=True)
+        }  # fmt: skip
+        other = KernelTable(rest, table.bound)
+        for shape in mine[::4]:
+            curve = table.curves[shape]
+            for point, seconds in zip(curve.points, curve.seconds, strict=True):
+                answer = other.time(shape, point)
+                if answer is not None:
+                    yield answer.seconds / seconds - 1, answer.spread
 
+
+def table_rows(tables: SystemTables, device: DeviceSpec, shapes: int) -> Iterator[dict[str, float | str]]:
+    """Error rows of all tables: shapes left out whole (of experts models, too), then points left out."""
     for name, table in wide_tables(tables, device):
         if len(table.curves) > 4:
             yield row(f"{name}, shape left out", list(shape_errors(table, shapes, random.Random(0))))
+        if name.startswith("experts") and len({(s[0], *s[2:4]) for s in table.curves}) > 3:
+            yield row(f"{name}, model left out", list(model_errors(table, max(2, shapes // 10), random.Random(0))))
         points = list(point_errors(table, shapes, random.Random(0)))
         if points:
             yield row(f"{name}, point left out", points)
+
+
+def tables(folder: Path, shapes: int = 40) -> Iterator[tuple[str, str]]:
+    """(title, text) for `fidelity.py`."""
+    for system, stack in SYSTEM_STACKS:
+        device = device_of(system)
+        found = list(table_rows(SystemTables(folder / "data" / system, stack, None), device, shapes))
+        yield f"(a) experts, latent attention, collectives, states, leave-one-out: {system}, {stack}", text(found)
 
 
 def main() -> None:
@@ -81,19 +116,14 @@ def main() -> None:
     folder = args.folder or installed_folder()
     if folder is None:
         parser.error("aiconfigurator-core is not installed; pip install 'twinfer[silicon]' or give --folder")
-    names = [name for name, system in SYSTEMS.items() if system == args.system]
-    if not names:
+    if args.system not in SYSTEMS.values():
         parser.error(f"no device reads the system {args.system!r}; known: {', '.join(sorted(set(SYSTEMS.values())))}")
-    device = load_device(names[-1], Registry(entry_points=False))
+    found = SystemTables(folder / "data" / args.system, args.stack, None)
     rows = []
-    for r in table_rows(SystemTables(folder / "data" / args.system, args.stack, None), device, args.shapes):
+    for r in table_rows(found, device_of(args.system), args.shapes):
         rows.append(r)
         if not args.json:
-            print(
-                f"{r['table']:60} {r['points']:7,} points   median {r['median']:6.1%}  mean {r['mean']:6.1%}  "
-                f"p90 {r['p90']:6.1%}  bias {r['bias']:+6.1%}  80 % band covers {r['covered']:.0%}",
-                flush=True,
-            )
+            print(text([r]), flush=True)
     if args.json:
         print(json.dumps(rows, indent=1))
 
