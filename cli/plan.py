@@ -25,7 +25,7 @@ DEFAULT_REQUESTS = 2000
 """Synthetic requests: enough that one in twenty is a hundred."""
 _OF_RESUME = ("workers", "ray", "as_json", "resume")
 _LISTS = {
-    "tp": int, "pp": int, "dp": int, "ep": int, "cp": int, "max_num_seqs": int, "max_num_batched_tokens": int, "kv_dtype": str,
+    "tp": int, "pp": int, "dp": int, "ep": int, "cp": int, "max_num_seqs": int, "max_num_batched_tokens": int, "kv_dtype": str, "pools": str,
 }  # fmt: skip
 
 
@@ -107,6 +107,20 @@ def plan(
         list[str] | None,
         typer.Option(rich_help_panel=_SPACE, metavar="NAME[:OPT=VAL,...]", help="KV cache to try; repeatable."),
     ] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=_SPACE, metavar="NAME[:OPT=VAL,...]", help="Router of the fleet to try; repeatable."
+        ),
+    ] = None,
+    pools: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_SPACE,
+            metavar="P:D,...",
+            help="Prefill and decode replicas apart, e.g. colocated,1:1,1:2 (default colocated).",
+        ),
+    ] = None,
     tries: Annotated[
         list[str] | None,
         typer.Option(
@@ -186,7 +200,8 @@ def plan(
             raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
         axes = _axes(
             session, device=device, tp=tp, pp=pp, dp=dp, ep=ep, cp=cp, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            kv_dtype=kv_dtype, quantizer=quant, attention=attention, scheduler=scheduler, kv_cache=kv_cache, tries=tries,
+            kv_dtype=kv_dtype, quantizer=quant, attention=attention, scheduler=scheduler, kv_cache=kv_cache, router=router,
+            pools=pools, tries=tries,
         )  # fmt: skip
         question = _question(
             model, scenario, slo or (), axes, price or (), op_time or (), max_replicas, screen, confirm, top
@@ -260,6 +275,8 @@ def _axes(
                 else str(parse_technique(session, name, text))
                 for text in given[name]
             )  # fmt: skip
+    if given["router"]:
+        axes["router"] = tuple(str(parse_technique(session, "router", text)) for text in given["router"])
     return {**axes, **_tries(tries or ())}
 
 

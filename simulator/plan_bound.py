@@ -124,8 +124,13 @@ class Bound:
     problem: str = ""
 
 
-def bound_of(world: World, demand: Demand, goals: Sequence[Goal], peak_rate: float) -> Bound:
-    """Bounds of the design of `world`. peak_rate: requests per s in the busiest part of the traffic."""
+def bound_of(
+    world: World, demand: Demand, goals: Sequence[Goal], peak_rate: float, pools: tuple[int, int] = (1, 0)
+) -> Bound:
+    """Bounds of the design of `world`. peak_rate: requests per s in the busiest part of the traffic.
+
+    pools: its prefill and decode replicas; where they are apart, only the device's peaks are a bound.
+    """
     setup, chain, ops_of = world.setup, world.chain, world.ops_of
     limits = setup.limits
     for goal in goals:
@@ -147,8 +152,10 @@ def bound_of(world: World, demand: Demand, goals: Sequence[Goal], peak_rate: flo
     if not any(g.metric == "e2e" for g in goals):  # answers may go on after the first token was in time
         waits += demand.longest_output * min(slowest, step * limits.max_num_seqs)
     needed = share * demand.num / (demand.span + waits)
-    fewest = max(1, math.ceil(needed / ideal), math.ceil(SAFETY * needed / likely))
-    return Bound(fewest=fewest, likely=max(fewest, math.ceil(peak_rate / (0.9 * likely))))
+    fewest = max(1, math.ceil(needed / (sum(pools) * ideal)))
+    if not pools[1]:
+        fewest = max(fewest, math.ceil(SAFETY * needed / likely))
+    return Bound(fewest=fewest, likely=max(fewest, math.ceil(peak_rate / (0.9 * sum(pools) * likely))))
 
 
 def _at_least(world: World, demand: Demand, goal: Goal) -> float:

@@ -28,6 +28,8 @@ from twinfer.core.workload import Workload, make_workload
 DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_TOKENS = (512, 1024, 2048)
 DEFAULT_SEQS = (256,)
+FLEET_AXES = ("router", "pools")
+"""Axes beside the fields of `EngineConfig`: which replica gets a request; `P:D` prefill and decode replicas, or `colocated`."""
 _SHORT = {"max_num_batched_tokens": "tokens", "max_num_seqs": "seqs", "quantizer": "quant"}
 
 
@@ -80,7 +82,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """One replica that could be bought. `key` is unique among the designs of a question; `changes` are its axes."""
+    """What could be bought n times. `key` is unique among the designs of a question; `changes` are its axes.
+
+    pools: replicas for prefill and for decode in one such unit; (1, 0) is one replica that does both.
+    """
 
     index: int
     key: str
@@ -88,11 +93,22 @@ class Design:
     changes: Mapping[str, Any]
     config: EngineConfig | None
     problem: str = ""
+    router: str = "round_robin"
+    pools: tuple[int, int] = (1, 0)
+
+    @property
+    def num_engines(self) -> int:
+        return sum(self.pools)
 
     @property
     def num_devices(self) -> int:
-        """Devices of one replica."""
-        return devices_of(self.config) if self.config is not None else 1
+        """Devices of one unit."""
+        return self.num_engines * devices_of(self.config) if self.config is not None else 1
+
+    @property
+    def simple(self) -> bool:
+        """Requests are dealt out in turn to replicas that do all of their work."""
+        return self.router == "round_robin" and self.pools == (1, 0)
 
 
 def devices_of(config: EngineConfig) -> int:
@@ -121,11 +137,13 @@ def check_question(question: Question, registry: Registry) -> None:
     if not question.axes.get("device"):
         raise ConfigError("--device", None, "no device to choose from", "name some, or leave it out for all of them")
     for name, values in question.axes.items():
-        if name not in EngineConfig.model_fields:
-            known = ", ".join(n for n in EngineConfig.model_fields if n != "model")
+        if name not in EngineConfig.model_fields and name not in FLEET_AXES:
+            known = ", ".join(n for n in (*EngineConfig.model_fields, *FLEET_AXES) if n != "model")
             raise ConfigError("--try", name, "no such field of a configuration", f"use one of {known}")
         if len(set(map(str, values))) < len(values):
             raise ConfigError(_option(name), ",".join(map(str, values)), "a value is given twice", "give each once")
+    for router in question.axes.get("router", ()):
+        registry.build("router", Choice.model_validate(router))
     names = {device.name for device in devices_of_question(question, registry).values()}
     for name, price in question.prices.items():
         if name not in names:
@@ -165,8 +183,9 @@ def designs_of(question: Question) -> list[Design]:
     for combination in itertools.product(*axes.values()):
         changes = dict(zip(axes, combination, strict=True))
         config, problem = None, ""
+        engine = {name: value for name, value in changes.items() if name not in FLEET_AXES}
         try:
-            config = EngineConfig(**{**question.base, **changes})
+            config = EngineConfig(**{**question.base, **engine})
         except (ValidationError, ConfigError) as error:
             problem = _first_line(error)
         key = " ".join([str(changes["device"]), *(
@@ -181,13 +200,35 @@ def designs_of(question: Question) -> list[Design]:
                 changes=changes,
                 config=config,
                 problem=problem,
+                router=str(changes.get("router", "round_robin")),
+                pools=pools_of(changes.get("pools")),
             )
         )
     return found
 
 
+def pools_of(text: Any) -> tuple[int, int]:
+    """Prefill and decode replicas of `P:D`; (1, 0) for `colocated` or nothing. Raises ConfigError."""
+    if text is None or text == "colocated":
+        return (1, 0)
+    left, colon, right = str(text).partition(":")
+    if (
+        not colon
+        or not left.isdecimal()
+        or not right.isdecimal()
+        or not 1 <= int(left) <= 64
+        or not 1 <= int(right) <= 64
+    ):
+        raise ConfigError("--pools", text, "is no ratio of replicas", "write colocated, or PREFILL:DECODE such as 1:2")
+    return (int(left), int(right))
+
+
 def _alone(question: Question, name: str, value: Any) -> None:
     """ConfigError when `value` is nothing that the field `name` could ever be."""
+    if name == "pools":
+        pools_of(value)
+    if name in FLEET_AXES:
+        return
     try:
         EngineConfig(**{**question.base, "device": question.axes["device"][0], name: value})
     except ValidationError as error:
@@ -222,15 +263,21 @@ def label_of(design: Design, replicas: int) -> str:
     """A fleet in words: `4 x 2 h200-sxm (tp 2, 512 tokens a step)`."""
     config = design.config
     assert config is not None
-    per = f"{design.num_devices} " if design.num_devices > 1 else ""
+    devices = devices_of(config)
+    per = f"{devices} " if devices > 1 else ""
     layout = getattr(config, "layout", None)
     words = [f"tp {config.tp}"] if layout is None else [
         f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp", "ep") if getattr(layout, name) > 1
     ]  # fmt: skip
-    words = words if design.num_devices > 1 else []
+    words = words if devices > 1 else []
     words += [_text(config.quantizer)] if config.quantizer is not None else []
     words += [f"{config.kv_dtype} KV"] if config.kv_dtype != "auto" else []
     words.append(f"{config.max_num_batched_tokens} tokens a step")
+    words += [design.router] if design.router != "round_robin" else []
+    prefill, decode = design.pools
+    if decode:
+        many = f"{replicas * prefill} prefill + {replicas * decode} decode"
+        return f"{many} x {per}{design.device} ({', '.join(words)})"
     return f"{replicas} x {per}{design.device} ({', '.join(words)})"
 
 
@@ -244,5 +291,5 @@ def sorted_by_device(designs: Sequence[Design]) -> dict[str, list[Design]]:
 
 __all__ = [
     "DEFAULT_SEQS", "DEFAULT_TOKENS", "DEFAULT_TP", "Design", "Question", "check_question", "default_devices",
-    "designs_of", "devices_of", "devices_of_question", "label_of", "sorted_by_device",
+    "designs_of", "devices_of", "devices_of_question", "label_of", "pools_of", "sorted_by_device",
 ]  # fmt: skip

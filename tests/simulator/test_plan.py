@@ -14,9 +14,11 @@ import pytest
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError
+from twinfer.core.fleet import Fleet
 from twinfer.core.goal import Goal, parse_goals
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
+from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.plan import Plan, plan, read_plan
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, SCREEN, Evaluator, Trial, busiest
@@ -56,6 +58,26 @@ def test_one_replica_is_the_run_that_simulate_predicts() -> None:
     assert outcome.tokens_per_second == pytest.approx(metrics["output_throughput"], rel=1e-9)
     assert outcome.num_requests == 48 and outcome.failed == 0
     assert evaluator.answer(trial) == outcome
+
+
+@pytest.mark.parametrize(
+    ("router", "pools"), [("round_robin", "colocated"), ("least_loaded", "colocated"), ("round_robin", "1:2")]
+)
+def test_a_fleet_is_the_one_that_simulate_predicts(router: str, pools: str) -> None:
+    """Also where replicas are simulated one by one, because requests are dealt out in turn."""
+    asked = question(axes={"device": ("h100-sxm",), "max_num_batched_tokens": (512,), "router": (router,), "pools": (pools,)},
+                     prices={})  # fmt: skip
+    evaluator = Evaluator(asked, REGISTRY)
+    outcome = evaluator.answer(Trial(design=0, replicas=2, level=FLEET))
+    assert outcome is not None and not outcome.problem
+    config = EngineConfig(model="llama-3.1-8b", device="h100-sxm", max_num_batched_tokens=512)
+    split = {"replicas": 2} if pools == "colocated" else {"replicas": 2, "decode": config, "decode_replicas": 4}
+    record = simulate_fleet(Fleet(engine=config, router=router, **split), TRAFFIC, REGISTRY, bands=False)
+    for name in ("ttft.p50", "ttft.p95", "tpot.p95", "e2e.p95"):
+        head, _, part = name.partition(".")
+        assert outcome.values[name] == pytest.approx(record.metrics[head][part], rel=1e-9)
+    assert outcome.num_requests == 48
+    assert evaluator.designs[0].num_devices == (1 if pools == "colocated" else 3)
 
 
 def test_replicas_share_the_requests_and_more_of_them_are_never_later() -> None:
@@ -277,6 +299,7 @@ def test_a_ray_cluster_is_asked_as_processes_are(whole: Plan, monkeypatch: pytes
         ({"workload": TRAFFIC.model_copy(update={"output_len": 1}), "slo": ("tpot.p95<=1",)}, "--slo"),
         ({"axes": {"colour": (1,)}}, "--try"), ({"axes": {"tp": (0,)}}, "--tp"), ({"axes": {"tp": (1, 1)}}, "--tp"),
         ({"axes": {"device": ()}}, "--device"), ({"axes": {"device": ("h1000",)}}, "--device"),
+        ({"axes": {"router": ("nobody",)}}, "--router"), ({"axes": {"pools": ("2",)}}, "--pools"),
         ({"prices": {"l4": 1.0}}, "--price"), ({"prices": {"l40s": -1.0}}, "--price"), ({"max_replicas": 0}, "--max-replicas"),
         ({"screen": 0}, "--screen"), ({"confirm": 0}, "--confirm"),
     ],
