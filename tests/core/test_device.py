@@ -65,7 +65,7 @@ def test_shipped_devices() -> None:
         assert 0.9 < device.usable_bytes / device.memory_bytes < 1.08
         assert (device.price_per_hour is None) == (not device.price_source), "a price needs its source"
         assert (device.idle_watts is None) == (not device.idle_source), "so does idle power"
-        assert bool(device.network) == bool(device.network_source)
+        assert bool(device.network) == bool(device.network_source), device.name
         assert device.peak_flops["bfloat16"] == device.peak_flops["float16"]
         assert 5 < device.ridge("bfloat16") < 500
     assert "fp8" not in load_device("a100").peak_flops and "fp8" not in load_device("a10").peak_flops
