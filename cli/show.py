@@ -181,7 +181,8 @@ def replica_table(record: RunRecord) -> Table | None:
             str(r["replica"]), *([r["pool"]] if several else []), number(r["num_requests"]),
             metric("output_throughput", r["output_throughput"]), seconds(ttft.get("p50")), seconds(ttft.get("p95")),
             seconds(tpot.get("p50")), percent(r["busy"]), size(r["peak_kv_bytes"]), number(r["num_preemptions"]),
-            percent(r["prefix_cache_hit_rate"]), *([number(r["num_failures"])] if failed else []),
+            "" if r["pool"] == "decode" else percent(r["prefix_cache_hit_rate"]),
+            *([number(r["num_failures"])] if failed else []),
         )  # fmt: skip
     return table
 

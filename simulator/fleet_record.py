@@ -113,6 +113,8 @@ def _fleet_metrics(run: FleetRun) -> dict[str, Any]:
 
 def _replica_metrics(run: FleetRun, replica: Replica, metrics: Mapping[str, Any]) -> dict[str, Any]:
     rented = replica.rented_s()
+    if replica.pool == "decode":  # what it was handed is no hit
+        metrics = {**metrics, "prefix_cache_hit_rate": None}
     return {
         "replica": replica.index,
         "pool": replica.pool,

@@ -353,7 +353,8 @@ class FleetRun:
                 f"{fleet.load_bandwidth / 1e9:g} GB/s per device"
             )
         if "decode" in self.pools:
-            found |= {f"decode.{name}": text for name, text in self.pools["decode"].reasons.items()}
+            theirs = self.pools["decode"].reasons
+            found |= {f"decode.{name}": text for name, text in theirs.items() if first.reasons.get(name) != text}
         return found
 
 
