@@ -1,12 +1,13 @@
 """One pool or two? The same devices as replicas that do both, and split into prefill and decode pools: DistServe's question.
 
     python bench/pools.py [--model M] [--device D] [--devices N] [--input-len N] [--output-len N] [--ttft S]
-                          [--tpots S,S,...] [--rates R,R,...] [--requests N] [--kv-bandwidth B/s] [--json]
+                          [--tpots S,S,...] [--rates R,R,...] [--requests N] [--kv-bandwidth B/s] [--only NAME] [--json]
 
 Every fleet is simulated at every rate (Poisson, per device). Goodput under a pair of limits is the highest rate at which the
 95th percentiles of TTFT and of TPOT keep both, between two rates by linear interpolation of what breaks first (DistServe,
 arXiv:2401.09670, asks for 90 % of requests instead). Prints goodput by limit of TPOT: where splitting begins to pay is where
-its best column overtakes the best of the engines that do both, which are tried with several budgets of tokens per step.
+its best column overtakes the best of the engines that do both, which are tried with several budgets of tokens per step, and with
+whole prompts, as engines before chunked prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from twinfer.core.config import EngineConfig
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.fleet import Fleet
 from twinfer.core.records import RunRecord
 from twinfer.core.workload import Workload
@@ -35,6 +36,13 @@ def fleets(args: argparse.Namespace) -> Iterator[tuple[str, Fleet]]:
             f"{args.devices} together, {budget} tokens a step",
             Fleet(engine=mixed, replicas=args.devices, router="least_loaded"),
         )
+    whole = engine.model_copy(
+        update={
+            "max_num_batched_tokens": 8192,
+            "scheduler": Choice(name="continuous", options={"chunked_prefill": False}),
+        }
+    )
+    yield f"{args.devices} together, whole prompts", Fleet(engine=whole, replicas=args.devices, router="least_loaded")
     prefill = engine.model_copy(update={"max_num_batched_tokens": args.max_num_batched_tokens})
     for i in range(1, args.devices):
         yield f"{i} prefill, {args.devices - i} decode", Fleet(
@@ -79,6 +87,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--kv-bandwidth", type=float, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--only", default="", help="fleets whose name has this in it")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rates = [float(rate) for rate in args.rates.split(",")]
@@ -88,6 +97,8 @@ def main() -> int:
         print(f"requests/s/device at TTFT p95 <= {args.ttft:g} s and TPOT p95 <=")
         print(f"{'':32}" + "".join(f"{tpot * 1e3:7.0f} ms" for tpot in limits), flush=True)
     for name, fleet in fleets(args):
+        if args.only not in name:
+            continue
         points: list[tuple[float, float, float]] = []
         for rate in rates:
             metrics = run(fleet, args, rate * args.devices).metrics
