@@ -223,6 +223,7 @@ def _fork(core: Core, seq: Sequence, parent: Sequence, token: int) -> None:
     if parent.status is Status.RUNNING:
         seq.computed = core.ledger.fork(seq, parent)
         seq.status = Status.RUNNING
+        core.admitted(seq)
         core.running.append(seq)
     else:
         core.preempted.append(seq.id)

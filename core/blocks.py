@@ -12,15 +12,21 @@ Invariants
 * Only full, committed blocks are published, at a node of the prefix tree: at most one per node and cache group.
 * A block is released through `drop` alone; releasing to `step` keeps it in flight until that step ends.
 * Order is deterministic: the free list is a stack, idle blocks leave in the policy's order.
+* A `Chain` is a shortcut that nobody can tell: whoever looks below its node unfolds it first (`BlockPool.unfold`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
 
 from twinfer.core.policy import IdleOrder
 from twinfer.core.prefix_tree import Key, PrefixTree, Tokens
+
+if TYPE_CHECKING:
+    from twinfer.core.ledger import Table
+    from twinfer.core.request import Sequence
 
 
 class Node(NamedTuple):
@@ -31,6 +37,22 @@ class Node(NamedTuple):
     group: int = 0
 
 
+class Chain:
+    """Published blocks that hang one below the other, whose nodes nobody has asked for yet.
+
+    `seq` has their tokens, from block `start` on; `table` is that of `seq` while it holds them.
+    """
+
+    __slots__ = ("blocks", "node", "seq", "start", "table")
+
+    def __init__(self, node: int, seq: Sequence, start: int, table: Table) -> None:
+        self.node = node  # the node above the first of them
+        self.seq = seq
+        self.start = start
+        self.table: Table | None = table
+        self.blocks: list[int] = []
+
+
 class BlockPool:
     """`num_blocks` blocks of `block_size` token slots."""
 
@@ -39,11 +61,12 @@ class BlockPool:
         self.block_size = block_size
         self.refs = [0] * num_blocks
         self.fill = [0] * num_blocks  # committed slots of a held block
-        self.node: list[Node | None] = [None] * num_blocks
+        self.node: list[Node | Chain | None] = [None] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
         self.idle = idle
         self.tree = PrefixTree()
         self.index: dict[tuple[int, int], int] = {}  # (node, group) -> published block
+        self.chains: dict[object, Chain] = {}  # by the node they hang at
         self.in_flight: dict[int, list[int]] = {}  # step -> references it keeps
         self.held = 0  # blocks with refs > 0
         self.used = 0  # committed slots of held blocks
@@ -57,18 +80,27 @@ class BlockPool:
 
     def take(self, count: int) -> list[int] | None:
         """`count` private empty blocks, or None (and no change) when there are not enough."""
-        if count > len(self.free) + len(self.idle):
+        free, refs, fill = self.free, self.refs, self.fill
+        if count > len(free) + len(self.idle):
             return None
-        taken = []
-        for _ in range(count):
-            if self.free:
-                block = self.free.pop()
-            else:
-                block = self.idle.pop()
-                self._unpublish(block)
-            self.refs[block] = 1
-            self.fill[block] = 0
-            taken.append(block)
+        at = max(0, len(free) - count)
+        taken = free[at:]
+        taken.reverse()  # a stack: the last one is taken first
+        del free[at:]
+        if len(taken) < count:
+            node, pop = self.node, self.idle.pop
+            for _ in range(count - len(taken)):
+                block = pop()
+                chain = node[block]
+                if type(chain) is Chain and chain.blocks[-1] == block and len(chain.blocks) > 1:
+                    chain.blocks.pop()
+                    node[block] = None
+                else:
+                    self._unpublish(block)
+                taken.append(block)
+        for block in taken:
+            refs[block] = 1
+            fill[block] = 0
         self.held += count
         return taken
 
@@ -82,7 +114,7 @@ class BlockPool:
 
     # --- giving back ----------------------------------------------------------------------------
 
-    def drop(self, blocks: Sequence[int], until_step: int | None = None) -> None:
+    def drop(self, blocks: Seq[int], until_step: int | None = None) -> None:
         """Give up one reference to each; with `until_step` only when that outstanding step has ended.
 
         Later blocks are freed first, so that the tail of a prefix is evicted before its head.
@@ -90,21 +122,37 @@ class BlockPool:
         if until_step is not None:
             self.in_flight.setdefault(until_step, []).extend(blocks)
             return
+        refs, fill, node, add, freed = self.refs, self.fill, self.node, self.idle.add, self.free.append
+        gone = used = 0
         for block in reversed(blocks):
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
-                self.held -= 1
-                self.used -= self.fill[block]
-                if self.node[block] is not None:
-                    self.idle.add(block)
+            refs[block] -= 1
+            if not refs[block]:
+                gone += 1
+                used += fill[block]
+                if node[block] is None:
+                    freed(block)
                 else:
-                    self.free.append(block)
+                    add(block)
+        self.held -= gone
+        self.used -= used
 
     def step_ended(self, step: int) -> None:
         """Release what outstanding step `step` kept in flight."""
         blocks = self.in_flight.pop(step, None)
         if blocks:
             self.drop(blocks)
+
+    def take_one(self) -> int:
+        """As `take(1)`, when there is one."""
+        if self.free:
+            block = self.free.pop()
+        else:
+            block = self.idle.pop()
+            self._unpublish(block)
+        self.refs[block] = 1
+        self.fill[block] = 0
+        self.held += 1
+        return block
 
     # --- content --------------------------------------------------------------------------------
 
@@ -128,16 +176,49 @@ class BlockPool:
 
     def _unpublish(self, block: int) -> None:
         node = self.node[block]
+        if isinstance(node, Chain):
+            if node.blocks[-1] == block:
+                node.blocks.pop()
+                self.node[block] = None
+                if not node.blocks:
+                    del self.chains[node.node]
+                    self.tree.leave(node.node)
+                return
+            self.unfold(node)
+            node = self.node[block]
         if node is not None:
+            assert isinstance(node, Node)
             del self.index[node.id, node.group]
             self.node[block] = None
             self.tree.leave(node.id)
 
+    def unfold(self, chain: Chain) -> None:
+        """Enter the nodes of `chain` into the tree, because somebody looks there."""
+        del self.chains[chain.node]
+        size, tokens, tree, node = self.block_size, chain.seq.tokens, self.tree, chain.node
+        for index, block in enumerate(chain.blocks, chain.start):
+            node = tree.enter(node, tuple(tokens(index * size, (index + 1) * size)))
+            self.node[block] = None
+            self.publish(block, node)
+        if chain.table is not None:
+            tree.use(node)
+            chain.table.node = node
+            chain.table.chain = None
+            tree.leave(chain.node)
+        tree.leave(chain.node)
+
+    def let_go(self, chain: Chain) -> None:
+        """The sequence of `chain` gives up its table."""
+        chain.table = None
+        if not chain.blocks:
+            del self.chains[chain.node]
+            self.tree.leave(chain.node)
+
     # --- audit ----------------------------------------------------------------------------------
 
-    def audit(self, tables: Iterable[Sequence[int]], nodes: Iterable[object] = ()) -> list[str]:
+    def audit(self, tables: Iterable[Seq[int]], nodes: Iterable[object] = ()) -> list[str]:
         """Violated invariants, given every block table that refers to this pool, and every node they stand at."""
-        wrong = self.tree.audit([*nodes, *(n.id for n in self.node if n is not None)])
+        wrong = self.tree.audit([*nodes, *(n.id for n in self.node if isinstance(n, Node))])
         count = [0] * self.num_blocks
         for table in tables:
             if len(set(table)) != len(table):
@@ -164,7 +245,7 @@ class BlockPool:
                 wrong.append(f"block {block} is free but published")
             if in_idle and node is None:
                 wrong.append(f"block {block} is idle-cached but not published")
-            if node is not None:
+            if isinstance(node, Node):
                 if self.index.get((node.id, node.group)) != block or self.tree.find(*node.key) != node.id:
                     wrong.append(f"block {block} is published but the index finds another")
                 if self.fill[block] != self.block_size:

@@ -46,7 +46,7 @@ from twinfer.core.events import (
 )
 from twinfer.core.intake import Queue, WaitingEntry, why_refused
 from twinfer.core.ledger import Ledger
-from twinfer.core.plan import Fork, Need, PlanStats, Row, RowResult, StepPlan, StepResult
+from twinfer.core.plan import Decoding, Fork, Need, PlanStats, Row, RowResult, StepPlan, StepResult
 from twinfer.core.planner import Planner
 from twinfer.core.policy import KVCache, Limits, Scheduler, View
 from twinfer.core.request import Request, Sequence, Status
@@ -90,6 +90,7 @@ class Core:
         self.late: dict[str, int] = {}  # ended, but a row of it is in this outstanding step
         self.num_steps = 0
         self.num_submitted = 0
+        self.num_admitted = 0
         self._outputs: list[Output] = []
         self._stale = False  # `running` lists sequences that have ended
 
@@ -123,13 +124,11 @@ class Core:
         if len(self.outstanding) >= self.limits.max_outstanding:
             return self._blocked()
         while True:
-            if self._stale:
-                self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-                self._stale = False
+            self.tidy()
             planner = Planner(self, now)
             planner.run()
             if planner.rows or planner.moves:
-                return self._launch(planner)
+                return self.launch(planner)
             if planner.preempted_any:  # room was made but not used: ask again
                 continue
             if self.outstanding or self.transfers:
@@ -215,10 +214,11 @@ class Core:
             if seq.last_step == step:
                 seq.last_step = None
             if seq.status is _RUNNING:
-                self._row_done(seq, row, res, step)
+                self.row_done(seq, row, res, step)
         self.ledger.pool.step_ended(step)
 
-    def _row_done(self, seq: Sequence, row: Row, res: RowResult, step: int) -> None:
+    def row_done(self, seq: Sequence, row: Row, res: RowResult, step: int) -> None:
+        """A row of a running sequence gave `res`."""
         _, start, fed, draft, _, _ = row
         computed = start + len(fed)
         seq.inflight -= len(fed)
@@ -270,12 +270,16 @@ class Core:
             if token in seq.stop_ids and len(output) > params.min_tokens:
                 return kept, "stop", f"token {token}"
             if seq.prompt_len + len(output) >= seq.limit and kept != last:
-                if len(output) >= params.max_tokens:
-                    return kept, "length", f"max_tokens={params.max_tokens}"
-                return kept, "length", f"max_model_len={self.limits.max_model_len}"
+                return kept, "length", self.why_long(seq)
         if res.stopped is not None:
             return len(res.tokens), "stop", res.stopped
         return len(res.tokens), "", ""
+
+    def why_long(self, seq: Sequence) -> str:
+        """Which limit ended `seq`, that is as long as it may be."""
+        if len(seq.output) >= seq.request.params.max_tokens:
+            return f"max_tokens={seq.request.params.max_tokens}"
+        return f"max_model_len={self.limits.max_model_len}"
 
     def _advance(self, seq: Sequence, computed: int) -> None:
         self.ledger.commit(seq, seq.computed, computed)
@@ -300,6 +304,7 @@ class Core:
             seq.num_cached = seq.computed
             seq.kv_load = None
             seq.status = Status.RUNNING
+            self.admitted(seq)
             self.running.append(seq)
 
     # --- state changes, shared with the planner ---------------------------------------------------
@@ -383,23 +388,40 @@ class Core:
         if self.forks:
             self.forks = [fork for fork in self.forks if fork.seq != seq.id]
 
-    def view(self, now: float, closed: Callable[[], bool]) -> View:
+    def admitted(self, seq: Sequence) -> None:
+        """`seq` comes last in `running`."""
+        seq.admission = self.num_admitted
+        self.num_admitted += 1
+
+    def tidy(self) -> None:
+        """Strike what has ended from `running`."""
+        if self._stale:
+            self.running = [seq for seq in self.running if seq.status is _RUNNING]
+            self._stale = False
+
+    def view(self, now: float, closed: Callable[[], bool], running: Seq[Sequence] | None = None) -> View:
+        """What a scheduler may look at; `running` instead of all that run."""
         return View(
-            now, self.limits, self.ledger.block_size, self.running, Queue(self.waiting, closed), len(self.waiting),
+            now, self.limits, self.ledger.block_size, self.running if running is None else running, Queue(self.waiting, closed), len(self.waiting),
             self.ledger.pool.available,
         )  # fmt: skip
 
-    def _launch(self, planner: Planner) -> StepPlan:
+    def stats(self, unseen: int = 0, waiting: int | None = None) -> PlanStats:
+        """Counts of this moment; `unseen`: committed tokens that the pool has not been told of yet."""
+        pool = self.ledger.pool
+        return PlanStats(
+            len(self.running), len(self.waiting) if waiting is None else waiting, pool.held, len(pool.idle),
+            pool.num_blocks, pool.used + unseen, pool.block_size,
+        )  # fmt: skip
+
+    def launch(self, planner: Planner, decoding: Decoding | None = None, unseen: int = 0) -> StepPlan:
+        """The plan that `planner` has made is out from now on."""
         step = self.num_steps
         self.num_steps += 1
-        pool = self.ledger.pool
-        stats = PlanStats(
-            len(self.running), len(self.waiting), pool.held, len(pool.idle), pool.num_blocks, pool.used, pool.block_size
-        )
         plan = StepPlan(
             step, tuple(planner.rows), tuple(planner.grants), tuple(planner.copies), tuple(planner.moves),
-            tuple(self.forget), tuple(self.preempted), stats, {}, tuple(self.forks), tuple(self.host.swap_outs),
-            tuple(planner.swap_ins),
+            tuple(self.forget), tuple(self.preempted), self.stats(unseen), {}, tuple(self.forks),
+            tuple(self.host.swap_outs), tuple(planner.swap_ins), decoding,
         )  # fmt: skip
         if plan.swap_outs:
             self.host.swap_outs = []

@@ -65,6 +65,12 @@ class TokenDelta(NamedTuple):  # a tuple, because there is one for every token: 
     logprobs: tuple[Mapping[int, float], ...] = ()
 
 
+class Decoded(TokenDelta):
+    """The tokens of several steps in one delta, one a step: what a simulated core tells of steps taken as one."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Sample `index` has ended.

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sized
 from dataclasses import replace
 
 from twinfer.core.events import Finished, Output, Rejected
@@ -23,26 +23,27 @@ from twinfer.core.request import Request
 
 
 class Feeder:
-    """Hands out `requests` (sorted by arrival, in s from `start`)."""
+    """Hands out `requests` (sorted by arrival, in s from `start`); an iterator is read one request ahead."""
 
-    def __init__(self, requests: Sequence[Request], concurrency: int | None = None, start: float = 0.0) -> None:
-        self._requests = requests
+    def __init__(self, requests: Iterable[Request], concurrency: int | None = None, start: float = 0.0) -> None:
+        self._requests = iter(requests)
         self._concurrency = concurrency
         self._start = start
-        self._next = 0
+        self._next = next(self._requests, None)
         self._open: dict[str, int] = {}  # request -> samples that have not ended; only of a closed loop
-        self._clients: deque[float] = deque([start] * min(concurrency or 0, len(requests)))  # idle ones, since when
+        num_clients = min(concurrency or 0, len(requests)) if isinstance(requests, Sized) else concurrency or 0
+        self._clients: deque[float] = deque([start] * num_clients)  # idle ones, since when
 
     @property
     def exhausted(self) -> bool:
         """True when every request has been handed out."""
-        return self._next == len(self._requests)
+        return self._next is None
 
     def due(self, now: float) -> list[Request]:
         """Requests to be sent at `now`."""
         found: list[Request] = []
-        while self._next < len(self._requests):
-            request = self._requests[self._next]
+        while self._next is not None:
+            request = self._next
             if self._concurrency is None:
                 when = self._start + request.arrival
                 if when > now:
@@ -53,14 +54,14 @@ class Feeder:
                 when = self._clients.popleft()
                 self._open[request.id] = request.params.num_samples
             found.append(request if when == request.arrival else replace(request, arrival=when))
-            self._next += 1
+            self._next = next(self._requests, None)
         return found
 
     def next_time(self) -> float | None:
         """When the next request is due; None when that hangs on a request that is still open, or none is left."""
-        if self.exhausted or self._concurrency is not None:
+        if self._next is None or self._concurrency is not None:
             return None
-        return self._start + self._requests[self._next].arrival
+        return self._start + self._next.arrival
 
     def note(self, outputs: Iterable[Output], now: float) -> bool:
         """Take note of what has ended at `now`; True when a client is free to send again."""

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from twinfer.core.blocks import BlockPool
+from twinfer.core.blocks import BlockPool, Chain
 from twinfer.core.plan import HOLE, Copy, Grant
 from twinfer.core.policy import KVCache, Limits
 from twinfer.core.request import Sequence
@@ -36,7 +36,7 @@ from twinfer.core.request import Sequence
 class Table:
     """Blocks of one sequence, and how far they are published."""
 
-    __slots__ = ("blocks", "first", "groups", "leaves_at", "node", "open", "published")
+    __slots__ = ("blocks", "chain", "first", "groups", "leaves_at", "node", "open", "published")
 
     def __init__(self, num_groups: int = 1) -> None:
         self.groups: list[list[int]] = [[] for _ in range(num_groups)]
@@ -44,7 +44,8 @@ class Table:
         self.first = [0] * num_groups  # holes at the front of each group
         self.leaves_at = 0  # no group leaves a block before this position is computed
         self.published = 0  # leading blocks that are in the prefix tree (or have a twin there)
-        self.node: object = None  # tree node of the last of them
+        self.node: object = None  # tree node of the last of them, or of the last before `chain`
+        self.chain: Chain | None = None  # the last of them, while their nodes are not needed
         self.open = 0  # positions from `computed` to here (exclusive) can be written as things stand
 
     @property
@@ -77,6 +78,7 @@ class Ledger:
         self.block_size = cache.block_size(limits)
         self.pool = BlockPool(limits.num_blocks, self.block_size, cache.idle_order())
         self.tables: dict[str, Table] = {}
+        self.chained = False  # publish in chains: worth it where many blocks are published that are never looked for
 
     # --- how many blocks ------------------------------------------------------------------------
 
@@ -160,6 +162,8 @@ class Ledger:
         found: list[list[int]] = [[] for _ in self.windows]
         nodes: list[object] = []
         for start in range(0, seq.known - size, size):
+            if pool.chains and node in pool.chains:
+                pool.unfold(pool.chains[node])
             below = pool.tree.find(node, tuple(seq.tokens(start, start + size)))
             if below is None:
                 break
@@ -305,6 +309,33 @@ class Ledger:
             for index in range(max(held, first), len(blocks)):
                 self.pool.fill_to(blocks[index], max(0, min(size, num_tokens - index * size)))
 
+    def lengthen(self, table: Table, count: int) -> None:
+        """`count` more blocks behind those of `table`, all of which are full; there are enough."""
+        pool = self.pool
+        if count == 1:
+            table.blocks.append(pool.take_one())
+        else:
+            taken = pool.take(count)
+            assert taken is not None
+            table.blocks += taken
+        table.open += count * self.block_size
+
+    def fill_up(self, table: Table, old: int, new: int) -> None:
+        """Positions `old` to `new` are in KV for good, in a table whose blocks nobody looks for (`Chain`) or ever can."""
+        size, pool, blocks = self.block_size, self.pool, table.blocks
+        fill, last = pool.fill, (new - 1) // size
+        for block in blocks[old // size : last]:
+            fill[block] = size
+        fill[blocks[last]] = new - last * size
+        pool.used += new - old
+        chain = table.chain
+        if chain is not None:
+            fresh = blocks[table.published : new // size]
+            chain.blocks += fresh
+            table.published += len(fresh)
+            for block in fresh:
+                pool.node[block] = chain
+
     # --- commitment -----------------------------------------------------------------------------
 
     def commit(self, seq: Sequence, old: int, new: int) -> None:
@@ -315,6 +346,14 @@ class Ledger:
         if new - old == 1:
             for blocks in table.groups:
                 pool.fill_to(blocks[old // size], old % size + 1)
+        elif not self.sliding and len(table.groups) == 1:
+            fill, last, used = pool.fill, (new - 1) // size, 0
+            for block in table.blocks[old // size : last]:
+                used += size - fill[block]
+                fill[block] = size
+            pool.used += used
+            if new > old:
+                pool.fill_to(table.blocks[last], new - last * size)
         else:
             for index in range(old // size, -(-new // size)):
                 end = new - index * size
@@ -342,9 +381,19 @@ class Ledger:
     def _publish(self, seq: Sequence, table: Table, computed: int) -> None:
         size, pool = self.block_size, self.pool
         while (table.published + 1) * size <= computed:
+            if table.chain is not None:
+                fresh = table.blocks[table.published : computed // size]
+                table.chain.blocks += fresh
+                table.published += len(fresh)
+                for block in fresh:
+                    pool.node[block] = table.chain
+                return
             start = table.published * size
             tokens = tuple(seq.tokens(start, start + size))
             above = table.node
+            if pool.chains and above in pool.chains:
+                pool.unfold(pool.chains[above])
+            newest = pool.tree.next_id
             table.node = pool.tree.enter(above, tokens)
             pool.tree.use(table.node)
             pool.tree.leave(above)
@@ -352,11 +401,22 @@ class Ledger:
                 if blocks[table.published] != HOLE:
                     pool.publish(blocks[table.published], table.node, group)
             table.published += 1
+            if self.chained and newest != pool.tree.next_id and self._chainable(seq):
+                # A node that nobody knew has nothing below it: what follows can wait until somebody looks there.
+                assert isinstance(table.node, int)
+                table.chain = pool.chains[table.node] = Chain(table.node, seq, table.published, table)
+                pool.tree.use(table.node)
+
+    def _chainable(self, seq: Sequence) -> bool:
+        """Whether nobody but `seq` refers to its table or changes its tokens."""
+        return len(self.windows) == 1 and not self.sliding and seq.request.params.num_samples == 1
 
     def release(self, seq: Sequence, until_step: int | None) -> None:
         """Give up the table of `seq`; harmless when it has none (release is idempotent)."""
         table = self.tables.pop(seq.id, None)
         if table is not None:
+            if table.chain is not None:
+                self.pool.let_go(table.chain)
             for blocks, first in zip(table.groups, table.first, strict=True):
                 self.pool.drop(blocks[first:] if first else blocks, until_step)
             self.pool.tree.leave(table.node)
@@ -364,6 +424,8 @@ class Ledger:
     # --- audit ----------------------------------------------------------------------------------
 
     def audit(self, sequences: Iterable[Sequence]) -> list[str]:
+        for chain in list(self.pool.chains.values()):
+            self.pool.unfold(chain)
         tables = self.tables.values()
         wrong = self.pool.audit(
             [[block for block in blocks if block != HOLE] for table in tables for blocks in table.groups],

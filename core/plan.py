@@ -127,8 +127,18 @@ class PlanStats(NamedTuple):
     block_size: int
 
 
+class Decoding(NamedTuple):
+    """Rows that a simulated plan leaves out because they all do the same: `count` sequences feed one token each.
+
+    keys: their KV tokens once the step has run, all together.
+    """
+
+    count: int  # type: ignore[assignment]  # not tuple.count, which nobody asks of it
+    keys: int
+
+
 _NO_STATS = PlanStats(0, 0, 0, 0, 0, 0, 1)
-_RARE = ("forks", "swap_outs", "swap_ins")
+_RARE = ("forks", "swap_outs", "swap_ins", "decoding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +155,11 @@ class StepPlan:
     forks: tuple[Fork, ...] = ()
     swap_outs: tuple[Swap, ...] = ()
     swap_ins: tuple[Swap, ...] = ()
+    decoding: Decoding | None = None  # only in the simulator (`core/flock.py`)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return sum(len(row.tokens) for row in self.rows) + (self.decoding.count if self.decoding else 0)
 
     def to_json(self) -> str:
         """Canonical text: equal plans give equal bytes in every process; rare fields only when they say something."""
@@ -209,6 +220,6 @@ def _plain(value: Any) -> Any:
 
 
 __all__ = [
-    "HOLE", "Candidates", "Copy", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
+    "HOLE", "Candidates", "Copy", "Decoding", "Fork", "FromStep", "Grant", "Move", "Need", "PlanStats", "Row", "RowResult", "StepPlan",
     "StepResult", "Swap", "Token",
 ]  # fmt: skip

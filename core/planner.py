@@ -25,6 +25,7 @@ from twinfer.core.request import Sequence, Status
 
 if TYPE_CHECKING:
     from twinfer.core.core import Core
+    from twinfer.core.flock import Flock
 
 _RUNNING, _WAITING = Status.RUNNING, Status.WAITING
 _NONE, _BEAM = Need.NONE, Need.BEAM
@@ -35,12 +36,15 @@ Tokens = Seq[Token] | Seq[int]
 class Planner:
     """Collects the rows, grants, copies, swap-ins and moves of one step."""
 
-    def __init__(self, core: Core, now: float) -> None:
+    def __init__(self, core: Core, now: float, flock: Flock | None = None) -> None:
         self.core = core
         self.ledger = core.ledger
         self.now = now
         self.step = core.num_steps
-        self.budget = core.limits.max_num_batched_tokens
+        # Members of a flock have their rows already: they need no more than to be counted.
+        self.running = core.running if flock is None else flock.young
+        self.max_rows = core.limits.max_num_seqs - (0 if flock is None else len(flock.members))
+        self.budget = core.limits.max_num_batched_tokens - (0 if flock is None else len(flock.members))
         self.rows: list[Row] = []
         self.grants: list[Grant] = []
         self.copies: list[Copy] = []
@@ -49,19 +53,20 @@ class Planner:
         self.emptied: list[int] = []  # host blocks that are free once this step is launched
         self.defer: float | None = None
         self.preempted_any = False
-        self._admitted: list[Sequence] = []
+        self.admitted: list[Sequence] = []
         self._num_admitted_rows = 0
         self._preempted: list[Sequence] = []
         self._closed = False
         self._refused: tuple[Sequence, str] | None = None
+        self.shut: tuple[Sequence, int | None] | None = None  # who closed admission, see `_close`
         self._view: View | None = None
 
     def run(self) -> None:
         core = self.core
         self._send()
         if core.running or core.waiting:
-            view = self._view = core.view(self.now, lambda: self._closed)
-            sequences, rows, max_rows = core.sequences, self.rows, core.limits.max_num_seqs
+            view = self._view = core.view(self.now, lambda: self._closed, self.running)
+            sequences, rows, max_rows = core.sequences, self.rows, self.max_rows
             for want in self._ask("propose", lambda: core.scheduler.propose(view)):
                 if not isinstance(want, Want):
                     self._not_a_want(want)
@@ -225,7 +230,7 @@ class Planner:
         loading = seq.kv_load is not None
         rows = len(core.running) - len(self._preempted) + self._num_admitted_rows
         if not loading and rows >= core.limits.max_num_seqs:
-            self._closed = True
+            self._close(seq, None)
             return
         leader = seq.leader
         fork = False
@@ -240,7 +245,7 @@ class Planner:
         pool = ledger.pool
         # Beside others there must be room for a first step, or it would be preempted at once; alone it may
         # use the pool to its last slot. The last token of a sequence is never stored.
-        others = bool(core.running or self._admitted)
+        others = bool(core.running or self.admitted)
         stored = min(seq.known + others, seq.limit - 1)
         need = ledger.peak(stored) if others else ledger.least(stored)
         hits = None
@@ -259,13 +264,13 @@ class Planner:
                 tokens = max(tokens, seq.host.num_tokens)
         spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
         if need > room - spare:
-            self._closed = True
+            self._close(seq, hits.length if hits is not None else 0)
             self._refuse(seq, self._memory_reason(seq, need))
             return
         remaining = seq.known - tokens
         n = min(want.num_tokens, remaining, self.budget)
         if n < min(want.num_tokens, remaining) and not want.partial and not loading:
-            self._closed = True
+            self._close(seq, hits.length if hits is not None else 0)
             self._refuse(seq, self._budget_reason(seq, remaining))
             return
         if fork:
@@ -275,7 +280,8 @@ class Planner:
             seq.computed = ledger.admit(seq, hits)
         seq.num_cached = seq.computed
         seq.status = _RUNNING
-        self._admitted.append(seq)
+        core.admitted(seq)
+        self.admitted.append(seq)
         core.filling.append(seq)
         table = ledger.tables[seq.id]
         num_shared = len(table.blocks)
@@ -294,6 +300,13 @@ class Planner:
             self.grants[at:] = [
                 Grant(seq.id, group, blocks + fresh.get(group, ()), num_shared) for group, blocks in enumerate(shared)
             ]
+
+    def _close(self, seq: Sequence, hits: int | None) -> None:
+        """Admit nobody in this step, because of `seq`: for want of rows (None), or of memory or budget though it hit
+        `hits` blocks.
+        """
+        self._closed = True
+        self.shut = (seq, hits)
 
     def _swap_in(self, seq: Sequence) -> None:
         """Bring back from host memory what the prefix cache did not have."""
@@ -354,10 +367,11 @@ class Planner:
     def _settle(self) -> None:
         core = self.core
         self.preempted_any = bool(self._preempted)
-        for seq in self._admitted:
+        for seq in self.admitted:
             core.unqueue(seq)
-        if self._preempted or self._admitted:
-            core.running = [s for s in (*core.running, *self._admitted) if s.status is _RUNNING]
+        if self._preempted:
+            core.running = [s for s in core.running if s.status is _RUNNING]
+        core.running += [s for s in self.admitted if s.status is _RUNNING]
         for seq in self._preempted:
             core.enqueue(seq)
 

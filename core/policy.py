@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -85,6 +85,20 @@ class Shortage(NamedTuple):
     blocks: int
 
 
+class Steady(NamedTuple):
+    """What a scheduler promises about sequences that decode (all of their tokens but the last are in KV).
+
+    closed=False: each of them is fed its token in every step, as far as budget and blocks go; what is proposed for the
+    others, running or waiting, is what would be proposed if those that decode were not there.
+    closed=True: given only when all running sequences decode: until the last of them has ended, each is fed its token
+    in every step and nobody is admitted.
+    rank: rows of running sequences come in this order, then in that of their admission; None: in that of admission.
+    """
+
+    closed: bool = False
+    rank: Callable[[Sequence], tuple[int, ...]] | None = None
+
+
 @runtime_checkable
 class Scheduler(Protocol):
     """Which sequences run in the next step, and which give way when memory is short."""
@@ -100,6 +114,10 @@ class Scheduler(Protocol):
     def victims(self, view: View, shortage: Shortage) -> Iterable[Sequence]:
         """Running sequences to preempt, first choice first; may include `shortage.seq` itself."""
         ...
+
+    # steady(view) -> Steady | None, optional: a promise about sequences that decode, with which the simulator takes many
+    # of their steps as one (`core/flock.py`). None or absent: it asks in every step. A class that overrides `propose`
+    # must give its own `steady`, an inherited one is not believed.
 
 
 class IdleOrder(Protocol):

@@ -7,19 +7,29 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from twinfer.core.events import Finished, Output, Rejected, TokenDelta
+from twinfer.core.events import Decoded, Finished, Output, Rejected, TokenDelta
 from twinfer.core.plan import StepPlan, StepResult
-from twinfer.core.records import RequestRecord, RunRecord, StepRecord, compute_metrics
+from twinfer.core.records import RequestRecord, RunRecord, StepRecord, Tally, compute_metrics
 from twinfer.core.request import Request
+
+if TYPE_CHECKING:
+    from twinfer.core.flock import Stretch
+
+Detail = Literal["steps", "requests"]
 
 
 class Recorder:
-    """One run's observer. `start` is the driver-clock time that becomes 0 in the record."""
+    """One run's observer. `start` is the driver-clock time that becomes 0 in the record.
+
+    detail: `steps` keeps every step and every gap between tokens; `requests` keeps the times of requests, and of steps
+    and gaps what the metrics need, so that memory does not grow with tokens.
+    """
 
     def __init__(
         self,
@@ -32,10 +42,15 @@ class Recorder:
         run_id: str | None = None,
         start: float = 0.0,
         keep_ops: bool = True,
+        detail: Detail = "steps",
     ) -> None:
         created = datetime.now(UTC)
         self.start = start
         self.keep_ops = keep_ops
+        self.detail: Detail = detail
+        self.before_finish: Callable[[], None] | None = None  # a driver that tells late tells all it knows
+        self._tally = None if detail == "steps" else Tally()
+        self._ends: list[float] = []  # of all steps, where tokens may be told of late
         self.record = RunRecord(
             id=run_id or f"{created:%Y%m%d-%H%M%S}-{world}-{uuid4().hex[:6]}",
             world=world,
@@ -69,7 +84,10 @@ class Recorder:
     def step(self, plan: StepPlan, result: StepResult, start: float, end: float) -> None:
         """A step ran from `start` to `end` (driver clock)."""
         begin = start - self.start
-        num_decode = context = tokens = 0
+        num_decode = context = tokens = num_rows = 0
+        if plan.decoding is not None:
+            num_rows = tokens = num_decode = plan.decoding.count
+            context = plan.decoding.keys
         for row in plan.rows:
             fed = len(row.tokens)
             tokens += fed
@@ -79,13 +97,19 @@ class Recorder:
             if entry is not None and entry.first_scheduled is None:
                 entry.first_scheduled = begin
         stats = plan.stats
+        if self._tally is not None:
+            self._tally.step(end - start, stats, stats.used_slots + tokens)
+            if num_rows:
+                self._tally.gaps.add(end - start, num_rows)
+            return
+        self._ends.append(end - self.start)
         self.record.steps.append(
             StepRecord(
                 step=plan.step,
                 start=begin,
                 seconds=end - start,
                 sigma=result.sigma,
-                num_rows=len(plan.rows),
+                num_rows=num_rows + len(plan.rows),
                 num_tokens=tokens,
                 num_decode_rows=num_decode,
                 num_context_tokens=context,
@@ -103,6 +127,42 @@ class Recorder:
             )
         )
 
+    def run(self, stretch: Stretch, times: Seq[float], results: Seq[StepResult] = ()) -> None:
+        """Steps of which each fed a token to the same sequences: they began and ended at `times` (driver clock).
+
+        results: of each, in detail `steps`.
+        """
+        count = stretch.count
+        pieces = [(at, min(till, stretch.steps), stats) for (at, stats), (till, _) in
+                  zip(stretch.stats, [*stretch.stats[1:], (stretch.steps, None)], strict=True)]  # fmt: skip
+        if self._tally is not None:
+            for at, till, stats in pieces:
+                self._tally.run(times if len(pieces) == 1 else times[at : till + 1], stats, count, stretch.taken)
+            return
+        self._ends += [end - self.start for end in times[1:]]
+        for at, till, stats in pieces:
+            for i in range(at, till):
+                self.record.steps.append(
+                    StepRecord(
+                        step=stretch.step + i,
+                        start=times[i] - self.start,
+                        seconds=times[i + 1] - times[i],
+                        sigma=results[i].sigma,
+                        num_rows=count,
+                        num_tokens=count,
+                        num_decode_rows=count,
+                        num_context_tokens=stretch.keys + count * i,
+                        running=stats.running,
+                        waiting=stats.waiting,
+                        held_blocks=stats.held_blocks,
+                        idle_blocks=stats.idle_blocks,
+                        total_blocks=stats.total_blocks,
+                        used_slots=stats.used_slots + count * (i - at + 1),
+                        block_size=stats.block_size,
+                        ops=results[i].ops if self.keep_ops else {},
+                    )
+                )
+
     def output(self, output: Output, now: float) -> None:
         """A delta, an end or a rejection (driver clock)."""
         at = now - self.start
@@ -110,8 +170,15 @@ class Recorder:
             entry = self._open[output.request_id, output.index]
             if entry.first_token is None:
                 entry.first_token = at
+            elif type(output) is Decoded:  # one token with each of the latest steps
+                if self._tally is None:
+                    ends = self._ends[-len(output.tokens) :]
+                    entry.itl += [end - last for last, end in zip([entry.last_token, *ends], ends, strict=False)]  # type: ignore[operator]
             elif entry.last_token is not None:
-                entry.itl.append(at - entry.last_token)
+                if self._tally is None:
+                    entry.itl.append(at - entry.last_token)
+                else:
+                    self._tally.gaps.add(at - entry.last_token, 1)
             entry.last_token = at
             entry.num_output_tokens += len(output.tokens)
         elif isinstance(output, Finished):
@@ -134,6 +201,8 @@ class Recorder:
 
     def finish(self, complete: bool = True) -> RunRecord:
         """The record with its metrics; may be called on a run that was stopped."""
+        if self.before_finish is not None:
+            self.before_finish()
         self.record.complete = complete
-        self.record.metrics = compute_metrics(self.record)
+        self.record.metrics = compute_metrics(self.record, self._tally)
         return self.record

@@ -78,6 +78,7 @@ class Sequence:
     """One sample of a request while it is alive."""
 
     __slots__ = (
+        "admission",
         "awaiting",
         "beams",
         "computed",
@@ -120,6 +121,7 @@ class Sequence:
         self.awaiting: list[int] = []  # outstanding steps that will each return a sample, oldest first
         self.drafts: tuple[int, ...] = ()
         self.limit = limit  # prompt plus output never exceeds this many tokens
+        self.admission = 0  # order of its latest admission, the order in `Core.running`
         self.last_step: int | None = None  # newest outstanding step with a row of this sequence
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host memory

@@ -10,8 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, cast
 
 import simpy
 
@@ -23,6 +23,7 @@ from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop
 from twinfer.core.plan import StepPlan
 from twinfer.core.recorder import Recorder
 from twinfer.core.request import Request
+from twinfer.simulator.skipping import RunExecutor, SkippingEngine, can_skip
 
 Emitted = Callable[[Sequence[Output], float], None]
 
@@ -38,6 +39,8 @@ class SimInbox:
         self.failed = False
         self.settle: Callable[[], None] = _nothing
         """Bring the core up to this moment: for a driver that takes several steps as one and is looked into meanwhile."""
+        self.tell: Callable[[], None] = _nothing
+        """As `settle`, and let the driver tell of every token up to this moment."""
 
     def put(self, event: Event) -> None:
         self._events.append(event)
@@ -49,7 +52,7 @@ class SimInbox:
 
     def fail(self) -> None:
         """The engine breaks at this moment: the step in progress is lost, nothing more is read or told."""
-        self.settle()
+        self.tell()
         self.failed = True
         self.ring()
 
@@ -79,7 +82,7 @@ def _nothing() -> None:
 def arrivals(
     env: simpy.Environment,
     inbox: SimInbox,
-    requests: Sequence[Request] | Feeder,
+    requests: Iterable[Request] | Feeder,
     freed: Callable[[], simpy.Event] | None = None,
 ) -> Generator[simpy.Event, Any, None]:
     """Submit requests when they are due, then close the inbox.
@@ -109,8 +112,16 @@ def engine(
     recorder: Recorder | None = None,
     emit: Emitted | None = None,
     hook: Any = None,
+    skip: bool = True,
 ) -> Generator[simpy.Event, Any, None]:
-    """One engine as a SimPy process; ends when the inbox is closed and all work is done."""
+    """One engine as a SimPy process; ends when the inbox is closed and all work is done.
+
+    skip: take steps that differ in nothing but time as one event where the policies allow it (`skipping.py`). Whoever
+    looks at `core` from outside calls `inbox.settle()` first.
+    """
+    if skip and can_skip(core, executor, hook):
+        yield from SkippingEngine(env, core, cast(RunExecutor, executor), inbox, recorder, emit).process()
+        return
     loop = engine_loop(core)
     free_at = env.now  # when the executor has done all launched steps
     running = 0

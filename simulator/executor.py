@@ -10,11 +10,14 @@ Invariants
 
 from __future__ import annotations
 
+import math
+
 from twinfer.core.beam import num_candidates
 from twinfer.core.errors import ConfigError
+from twinfer.core.flock import Run, Stretch
 from twinfer.core.plan import Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
-from twinfer.simulator.step_time import StepTimer
+from twinfer.simulator.step_time import DecodeCost, StepTimer
 
 _SAMPLED = RowResult(tokens=(0,))
 _FED = RowResult()
@@ -22,13 +25,15 @@ _PLAIN = {need: _FED if need is Need.NONE else _SAMPLED for need in Need}
 
 
 class CostExecutor:
-    """`scale` multiplies every step (the slow and fast ends of a band)."""
+    """`scale` multiplies every step (the slow and fast ends of a band). `ops`: whether results say what each op took."""
 
-    def __init__(self, timer: StepTimer, scale: float = 1.0) -> None:
+    def __init__(self, timer: StepTimer, scale: float = 1.0, ops: bool = True) -> None:
         self._timer = timer
         self._scale = scale
+        self._ops = ops
         self._seconds = 0.0
         self._sigma = 0.0
+        self._runs = DecodeCost([], [])
         self._beams: dict[str, tuple[int, int]] = {}  # of a beam: its number, candidates of a row
 
     def admit(self, request: Request, seqs: tuple[tuple[str, int], ...]) -> None:
@@ -44,7 +49,7 @@ class CostExecutor:
             )  # fmt: skip
 
     def execute(self, plan: StepPlan) -> StepResult:
-        cost = self._timer.cost(plan)
+        cost = self._timer.cost(plan, self._ops)
         self._seconds += cost.seconds
         self._sigma += cost.sigma
         if self._beams:
@@ -56,6 +61,33 @@ class CostExecutor:
         scale = self._scale
         ops = cost.ops if scale == 1 else {name: s * scale for name, s in cost.ops.items()}
         return StepResult(rows, cost.seconds * scale, cost.sigma, ops)
+
+    @property
+    def serves_runs(self) -> bool:
+        """Whether the cost of decoding follows from the mean context of the sequences alone."""
+        return not self._timer.windows
+
+    def decode(self, run: Run) -> list[float]:
+        """Seconds of each step of `run`; `took` says how many of them were taken."""
+        for seq in run.forget if self._beams else ():
+            self._beams.pop(seq, None)
+        cost = self._timer.decode(run.count, run.keys, run.most)
+        self._runs = cost
+        scale = self._scale
+        return cost.seconds if scale == 1 else [seconds * scale for seconds in cost.seconds]
+
+    def took(self, first: int, last: int) -> None:
+        """Steps `first` to `last` (exclusive) of the latest run have been taken."""
+        self._seconds += math.fsum(self._runs.seconds[first:last])
+        self._sigma += self._runs.sigma(last) - self._runs.sigma(first)
+
+    def results(self, stretch: Stretch) -> list[StepResult]:
+        """The steps of `stretch` one by one, without rows."""
+        scale = self._scale
+        return [
+            StepResult((), cost.seconds * scale, cost.sigma, {name: s * scale for name, s in cost.ops.items()})
+            for cost in self._timer.decode_costs(stretch.count, stretch.keys, stretch.steps, self._ops)
+        ]
 
     def _candidates(self, row: Row) -> RowResult:
         """Made-up continuations: each is e times as likely as the next, and beams overtake each other on the way."""

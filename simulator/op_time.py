@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
 
 DEFAULT_MODELS = ("calibrated", "roofline")
+_KEPT = 1 << 15  # answers
 
 
 class OpTimeChain:
@@ -38,13 +39,18 @@ class OpTimeChain:
         self._known: dict[Op, OpTime] = {}
 
     def time(self, op: Op) -> OpTime:
-        """The first answer of the chain; ConfigError when no model has one."""
+        """As `ask`, remembered."""
         known = self._known.get(op)
-        if known is not None:
-            return known
+        if known is None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            known = self._known[op] = self.ask(op)
+        return known
+
+    def ask(self, op: Op) -> OpTime:
+        """The first answer of the chain; ConfigError when no model has one."""
         if op.beside is not None:
-            found = self._known[op] = _longer(self.time(replace(op, beside=None)), self.time(op.beside), op)
-            return found
+            return _longer(self.ask(replace(op, beside=None)), self.ask(op.beside), op)
         for model in self.models:
             answer = model.time(op, self.device)
             if answer is not None:
@@ -53,8 +59,7 @@ class OpTimeChain:
                         "--op-time", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
                         "report this to the author of the op-time model",
                     )  # fmt: skip
-                self._known[op] = answer = self._corrected(op, answer)
-                return answer
+                return self._corrected(op, answer)
         names = ", ".join(m.name for m in self.models) or "none"
         raise ConfigError(
             "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",

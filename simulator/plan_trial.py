@@ -177,8 +177,8 @@ class SlowMemory(OpTimeChain):
         super().__init__(chain.models, chain.device)
         self.share = share
 
-    def time(self, op: Op) -> OpTime:
-        answer = super().time(op)
+    def ask(self, op: Op) -> OpTime:
+        answer = super().ask(op)
         if op.kind in ("host", "comm", "host_copy"):
             return answer
         peak = self.device.peak_flops.get(op.dtype) or max(self.device.peak_flops.values())

@@ -35,10 +35,11 @@ from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
+from twinfer.core.flock import Run
 from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
-from twinfer.core.recorder import Recorder
+from twinfer.core.recorder import Detail, Recorder
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
@@ -57,6 +58,7 @@ ShouldStop = Callable[[], bool]
 
 Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
 PROGRESS_EVERY_S = 0.05
+MAX_KEPT_TOKENS = 1_000_000  # of answers: beyond, a record keeps requests but not steps
 _FALLS = ("output_throughput", "total_throughput", "request_throughput")  # with slower steps
 _RISES = ("ttft", "tpot", "itl", "e2e", "duration")
 _STILL = (
@@ -78,26 +80,31 @@ def simulate(
     *,
     encode: Encode | None = None,
     requests: Sequence[Request] | None = None,
+    detail: Detail | None = None,
+    skip: bool = True,
 ) -> RunRecord:
     """Predict the run of `workload` on an engine set up by `config`.
 
     device: overrides `config.device`.  on_progress(done requests, all requests, info) is called about 20
-    times a second; should_stop() is asked before each step.  encode: text to tokens, for workloads of
+    times a second; should_stop() is asked before each step or run of steps.  encode: text to tokens, for workloads of
     texts; without it their lengths are estimated (`reasons` says so).  requests: instead of those that `workload` makes,
-    sorted by arrival (the replay of a real run).
+    sorted by arrival (the replay of a real run).  detail: what the record keeps (`Recorder`); None keeps steps up to
+    MAX_KEPT_TOKENS of answers.  skip: take many steps as one event where that changes nothing.
     Raises ConfigError, ModelError or RequestError for what cannot be run; nothing is simulated then.
     """
     registry = registry or default_registry()
     world = prepare(config, workload, registry, device, encode, requests)
     on_progress = on_progress or (lambda done, total, info: None)
-    record, sigma = run_world(world, 1.0, on_progress, should_stop, keep=True)
+    detail = detail or world.detail()
+    record, sigma = run_world(world, 1.0, on_progress, should_stop, keep=True, detail=detail, skip=skip)
     if record.complete:
         total = len(world.requests)
 
         def again(scale: float) -> RunRecord:
             return run_world(
-                world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False
-            )[0]
+                world, scale, lambda done, all_, info: on_progress(total, total, info), should_stop, False,
+                detail=detail, skip=skip,
+            )[0]  # fmt: skip
 
         record.intervals = bands_of(world, record, sigma, again, scales=world.at_once)
     return record
@@ -113,7 +120,7 @@ class World:
     requests: Sequence[Request]
     timer: StepTimer
     workload: Mapping[str, Any]
-    reasons: Mapping[str, str]
+    reasons: dict[str, str]
     environment: Mapping[str, Any]
     concurrency: int | None
     chain: OpTimeChain
@@ -123,6 +130,14 @@ class World:
     def at_once(self) -> bool:
         """Everything arrives at the beginning, or when an answer has ended: then times scale with those of steps."""
         return self.concurrency is not None or all(r.arrival == 0 for r in self.requests)
+
+    def detail(self) -> Detail:
+        """What a record of these requests can keep; `reasons` say so when it is not all."""
+        tokens = sum(r.params.max_tokens * r.params.num_samples for r in self.requests)
+        if tokens <= MAX_KEPT_TOKENS:
+            return "steps"
+        self.reasons["detail"] = f"requests: steps of {tokens} answer tokens are more than a record keeps"
+        return "requests"
 
 
 def prepare(
@@ -210,6 +225,11 @@ class StoppableExecutor(CostExecutor):
             raise Stopped
         return super().execute(plan)
 
+    def decode(self, run: Run) -> list[float]:
+        if self.should_stop is not None and self.should_stop():
+            raise Stopped
+        return super().decode(run)
+
 
 def run_world(
     world: World,
@@ -218,17 +238,19 @@ def run_world(
     should_stop: ShouldStop | None,
     keep: bool,
     hopeless: Callable[[RunRecord, float], bool] | None = None,
+    detail: Detail = "steps",
+    skip: bool = True,
 ) -> tuple[RunRecord, float]:
     """One run with all steps `scale` times as long: its record and its relative sigma.
 
-    hopeless(record so far, now): asked before each step; True ends the run, which is then not `complete`.
+    hopeless(record so far, now): asked before each step or run of steps; True ends the run, which is then not `complete`.
     """
     setup = world.setup
     core = setup.build_core()
-    executor = StoppableExecutor(world.timer, scale)
+    executor = StoppableExecutor(world.timer, scale, keep and detail == "steps")
     recorder = Recorder(
         "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
-        environment=world.environment, reasons=world.reasons, keep_ops=keep,
+        environment=world.environment, reasons=world.reasons, keep_ops=keep, detail=detail,
     )  # fmt: skip
     env = simpy.Environment()
     executor.should_stop = should_stop
@@ -259,7 +281,7 @@ def run_world(
 
     hook = world.registry.observers if keep else None
     env.process(arrivals(env, inbox, feeder, freed))
-    process = env.process(engine(env, core, executor, inbox, recorder, emit, hook))
+    process = env.process(engine(env, core, executor, inbox, recorder, emit, hook, skip))
     try:
         env.run(process)
     except Stopped:

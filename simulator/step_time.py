@@ -1,15 +1,23 @@
 """How long one step takes: the sum of its ops, found fast.
 
-Thousands of steps differ only in how many tokens of context their rows have. The cost of a step is
-found exactly (`exact`) only for steps on a grid of mean context lengths, and between two grid points by
-linear interpolation; attention is linear in context length, so this loses nothing but rounding.
+Thousands of steps differ only in how many tokens of context their rows have, so a step is put together from parts that
+were found exactly (`exact`) and are kept:
 
-    step -> groups of rows that feed equally many tokens -> (count, total keys) each
-            largest group: mean keys between grid points lo and hi; the others: as they are
+    by tokens     what depends on the number of tokens alone (nearly all matrix products, norms, ...)
+    by logits     what depends on the number of logits alone (LM head, sampling)
+    by counts     what depends on both, or on the number of rows
+    host          what the CPU does
+    by rows       attention: of rows that all feed equally many tokens, between two grid points of their mean context by
+                  linear interpolation; of others as they are, but with the keys of a group spread evenly
+
+Which op belongs to which part is found by trying: ops of steps that differ in one respect only are compared. Attention is
+linear in context length, so interpolation loses nothing but rounding.
 
 Invariants
-* A step's cost depends on the multiset of its rows, not on their order.
+* A step's cost depends on the multiset of its rows, not on their order, nor on what was asked before.
 * `ops` sum to `seconds`, and sigmas add up: errors of op times are taken as fully correlated.
+* `decode` gives exactly, to the last bit, what `cost` gives for each of its steps.
+* What is kept is bounded: it is forgotten when there is too much of it.
 * Where steps overlap, the CPU works on the next step while the device computes this one: only what the CPU takes longer
   than the device counts, so a step lasts as long as the longer of the two.
 """
@@ -18,16 +26,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.work import Op, RowShape, StepShape, copied_slots, swapped_slots
 from twinfer.simulator.op_time import OpTimeChain, host_op
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
+Group = tuple[int, int, int]
+"""Rows that feed equally many tokens: (tokens of each, rows, keys of all together)."""
+
 _EXACT = 64  # mean contexts below this are all grid points
 _PER_OCTAVE = 32  # grid points per doubling above it
+_KEPT = 1 << 17  # parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,36 @@ class StepCost:
     seconds: float
     sigma: float
     ops: Mapping[str, float]
+
+
+class Part(NamedTuple):
+    """Some ops of a step: seconds and sigma of all launches, and seconds by name."""
+
+    seconds: float
+    sigma: float
+    ops: Mapping[str, float]
+
+
+_NOTHING = Part(0.0, 0.0, {})
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Steps in which the same sequences feed one token each. seconds: of each.  sigmas: their sums, as pieces
+    (steps, sigma of the first, growth from step to step).
+    """
+
+    seconds: list[float]
+    sigmas: list[tuple[int, float, float]]
+
+    def sigma(self, steps: int) -> float:
+        """Sum over the first `steps` steps."""
+        total = 0.0
+        for count, first, growth in self.sigmas:
+            count = min(count, steps)
+            total += count * first + growth * (count * (count - 1) / 2)
+            steps -= count
+        return total
 
 
 class StepTimer:
@@ -52,7 +95,12 @@ class StepTimer:
         self._chain = chain
         self._windows = sorted(set(windows))
         self._overlap = overlap
-        self._known: dict[tuple[object, ...], StepCost] = {}
+        self._kinds: dict[tuple[str, int], str] | None = None
+        self._known: dict[tuple[object, ...], Part] = {}
+
+    @property
+    def windows(self) -> Sequence[int]:
+        return self._windows
 
     def exact(self, shape: StepShape) -> StepCost:
         """Cost of a step, op by op."""
@@ -69,15 +117,20 @@ class StepTimer:
             sigma += host.sigma
         return StepCost(math.fsum(ops.values()), sigma, ops)
 
-    def cost(self, plan: StepPlan) -> StepCost:
-        """Cost of `plan`; a few tens of microseconds once similar steps have been seen."""
+    def cost(self, plan: StepPlan, with_ops: bool = True) -> StepCost:
+        """Cost of `plan`; a few microseconds once similar steps have been seen."""
         counts: dict[tuple[int, int], int] = {}
         totals: dict[tuple[int, int], int] = {}
         windows = self._windows
-        logits = 0
+        logits = tokens = 0
+        if plan.decoding is not None and plan.decoding.count:
+            assert not windows
+            logits = tokens = counts[1, 0] = plan.decoding.count
+            totals[1, 0] = plan.decoding.keys
         for row in plan.rows:
             queries = len(row.tokens)
             keys = row.start + queries
+            tokens += queries
             group = (queries, bisect_left(windows, keys) if windows else 0)
             if group in counts:
                 counts[group] += 1
@@ -92,35 +145,192 @@ class StepTimer:
                 logits += queries if need is Need.ALL else row.draft + 1
         swapped = swapped_slots(plan) if plan.swap_outs or plan.swap_ins else 0
         moved = (copied_slots(plan) if plan.copies else 0, swapped)
-        main = max(counts, key=lambda g: (counts[g], -g[0], g[1]), default=None)
-        if main is None:
-            return self._at((), (), logits, moved)
-        rest: tuple[tuple[int, int, int], ...] = ()
-        if len(counts) > 1:
-            rest = tuple(sorted((g[0], counts[g], totals[g]) for g in counts if g != main))
-        count = counts[main]
-        mean = totals[main] / count
-        low = _grid_below(mean)
-        high = _grid_above(low)
-        low = max(low, main[0])  # a context holds at least the tokens that are fed
-        below = self._at((main[0], count, low * count), rest, logits, moved)
-        if low == mean:
-            return below
-        above = self._at((main[0], count, high * count), rest, logits, moved)
-        return _between(below, above, (mean - low) / (high - low))
+        num_rows = sum(counts.values())
+        parts = self._by_counts(tokens, logits, num_rows, moved)
+        host = self._host(num_rows, tokens, logits)
+        below = above = _NOTHING
+        x = 0.0
+        if len(counts) == 1:
+            ((queries, _), count), *_ = counts.items()
+            low, high, x = _place(queries, count, sum(totals.values()))
+            below = self._at(queries, count, low)
+            above = self._at(queries, count, high) if x else below
+        elif counts:
+            groups = sorted((queries, counts[queries, side], totals[queries, side]) for queries, side in counts)
+            below = above = self._timed("rows", StepShape(_rows(groups), 1))
+        return self._whole(parts, host, below, above, x, with_ops)
 
-    def _at(
-        self, main: tuple[int, ...], rest: tuple[tuple[int, int, int], ...], logits: int, moved: tuple[int, int]
-    ) -> StepCost:  # fmt: skip
-        key = (main, rest, logits, moved)
+    def decode(self, count: int, keys: int, steps: int) -> DecodeCost:
+        """Cost of `steps` steps in which `count` sequences feed a token each; `keys`: their KV tokens after the first."""
+        if self._overlap:  # what the CPU takes longer than the device is not linear
+            costs = self.decode_costs(count, keys, steps, False)
+            return DecodeCost([c.seconds for c in costs], [(1, c.sigma, 0.0) for c in costs])
+        assert not self._windows
+        fixed, sigma = _sum((*self._by_counts(count, count, count, (0, 0)), self._host(count, count, count)))
+        seconds: list[float] = []
+        sigmas: list[tuple[int, float, float]] = []
+        stop = keys + steps * count
+        while keys < stop:
+            low, high, _ = _place(1, count, keys)
+            end = min(stop, keys + -(-(high * count - keys) // count) * count)  # first total in the next interval
+            below, above = self._at(1, count, low), self._at(1, count, high)
+            at, growth, width = below.seconds, above.seconds - below.seconds, high - low
+            piece = [fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)]
+            seconds += piece
+            growth = above.sigma - below.sigma
+            first = sigma + below.sigma + growth * ((keys / count - low) / width)
+            sigmas.append((len(piece), first, growth / width))
+            keys = end
+        return DecodeCost(seconds, sigmas)
+
+    def decode_costs(self, count: int, keys: int, steps: int, with_ops: bool) -> list[StepCost]:
+        """As `decode`, step by step."""
+        parts, host = self._by_counts(count, count, count, (0, 0)), self._host(count, count, count)
+        found = []
+        for total in range(keys, keys + steps * count, count):
+            low, high, x = _place(1, count, total)
+            below = self._at(1, count, low)
+            above = self._at(1, count, high) if x else below
+            found.append(self._whole(parts, host, below, above, x, with_ops))
+        return found
+
+    def _whole(
+        self, parts: tuple[Part, ...], host: Part, below: Part, above: Part, x: float, with_ops: bool
+    ) -> StepCost:
+        """A step of `parts`, of the CPU's part, and of what lies between `below` and `above`."""
+        by_rows, by_rows_sigma = (
+            below.seconds + (above.seconds - below.seconds) * x,
+            below.sigma + (above.sigma - below.sigma) * x,
+        )
+        if self._overlap:
+            device = _sum(parts)[0] + by_rows
+            waited = max(0.0, host.seconds - device)
+            host = Part(waited, host.sigma if waited else 0.0, {"host": waited})
+        parts += (host,)
+        seconds, sigma = _sum(parts)
+        return StepCost(seconds + by_rows, sigma + by_rows_sigma, _ops(parts, below, above, x) if with_ops else {})
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _by_counts(self, tokens: int, logits: int, rows: int, moved: tuple[int, int]) -> tuple[Part, ...]:
+        """All that does not depend on which row has how many tokens and keys."""
+        if not tokens:
+            return ()
+        return (
+            self._part("tokens", (tokens,), lambda: StepShape((RowShape(tokens, tokens),), 1)),
+            self._part("logits", (logits,), lambda: StepShape((RowShape(1, 1),), logits)),
+            self._part(
+                "counts", (tokens, logits, rows),
+                lambda: StepShape((RowShape(tokens - rows + 1, tokens), *[RowShape(1, 1)] * (rows - 1)), logits),
+            ),
+            *(
+                (self._part("moved", moved, lambda: StepShape((RowShape(1, 1),), 1, *moved)),)
+                if moved != (0, 0)
+                else ()
+            ),
+        )  # fmt: skip
+
+    def _host(self, rows: int, tokens: int, logits: int) -> Part:
+        """What the CPU does for a step."""
+        key = ("host", rows, tokens, logits)
         known = self._known.get(key)
         if known is None:
-            rows: list[RowShape] = []
-            for queries, count, total in (*((main,) if main else ()), *rest):
-                keys, more = divmod(total, count)
-                rows += [RowShape(queries, keys + 1)] * more + [RowShape(queries, keys)] * (count - more)
-            known = self._known[key] = self.exact(StepShape(tuple(rows), logits, *moved))
+            shape = StepShape((RowShape(tokens - rows + 1, tokens), *[RowShape(1, 1)] * (rows - 1))[:rows], logits)
+            answer = self._chain.ask(host_op(shape))
+            known = Part(answer.seconds, answer.sigma, {"host": answer.seconds})
+            self._keep(key, known)
         return known
+
+    def _at(self, queries: int, count: int, keys: int) -> Part:
+        """The part by rows of `count` rows of `queries` tokens with `keys` keys each."""
+        return self._part("rows", (queries, count, keys), lambda: StepShape((RowShape(queries, keys),) * count, 1))
+
+    def _part(self, kind: str, key: tuple[object, ...], shape: Callable[[], StepShape]) -> Part:
+        known = self._known.get((kind, key))
+        if known is None:
+            known = self._timed(kind, shape())
+            self._keep((kind, key), known)
+        return known
+
+    def _keep(self, key: tuple[object, ...], part: Part) -> None:
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        self._known[key] = part
+
+    def _timed(self, kind: str, shape: StepShape) -> Part:
+        """The ops of `shape` that belong to `kind`."""
+        if self._kinds is None:
+            self._kinds = self._sorted_ops()
+        kinds, seen = self._kinds, dict[str, int]()
+        ops: dict[str, float] = {}
+        sigma = 0.0
+        chosen: list[Op] = []
+        present = kind == "rows" or kind in kinds.values()
+        for op in self._ops_of(shape) if present else ():
+            place = seen.get(op.name, 0)
+            seen[op.name] = place + 1
+            if kinds.get((op.name, place), "rows") == kind:
+                chosen.append(op)
+        for op in chosen:
+            answer = self._chain.ask(op)
+            ops[op.name] = ops.get(op.name, 0.0) + answer.seconds * op.count
+            sigma += answer.sigma * op.count
+        return Part(math.fsum(ops.values()), sigma, ops)
+
+    def _sorted_ops(self) -> dict[tuple[str, int], str]:
+        """The part that each op belongs to, by name and which of that name it is."""
+        far = 4 * max((*self._windows, 1024))
+        rows = ((40, 40), (8, 3), (1, far), (1, 7))  # tokens 50, as in all that follow
+        others = (((47, far), (1, 1), (1, 9), (1, 2 * far)), ((20, 20), (20, 20), (5, 5), (5, far)))
+        base = self._named(rows, 5)
+        by_rows = {key for other in others for key in _changed(base, self._named(other, 5))}
+        by_logits = _changed(base, self._named(rows, 3)) - by_rows
+        by_number = _changed(base, self._named(((50, 50),), 5)) - by_rows
+        by_tokens = _changed(base, self._named(((90, 90), *rows[1:]), 5)) - by_rows
+        moved = {key for slots in ((32, 0), (0, 32)) for key in _changed(base, self._named(rows, 5, *slots))}
+        kinds: dict[tuple[str, int], str] = {}
+        for key in (*base, *moved):
+            if key in by_rows:
+                kinds[key] = "rows"
+            elif key in moved:
+                kinds[key] = "moved"
+            elif key in by_number or (key in by_logits and key in by_tokens):
+                kinds[key] = "counts"
+            else:
+                kinds[key] = "logits" if key in by_logits else "tokens"
+        return kinds
+
+    def _named(self, rows: Iterable[tuple[int, int]], logits: int, *moved: int) -> dict[tuple[str, int], Op]:
+        seen: dict[str, int] = {}
+        found = {}
+        shape = StepShape(tuple(RowShape(queries, max(queries, keys)) for queries, keys in rows), logits, *moved)
+        for op in self._ops_of(shape):
+            place = seen.get(op.name, 0)
+            seen[op.name] = place + 1
+            found[op.name, place] = op
+        return found
+
+
+def _changed(a: Mapping[tuple[str, int], Op], b: Mapping[tuple[str, int], Op]) -> set[tuple[str, int]]:
+    return {key for key in (*a, *b) if a.get(key) != b.get(key)}
+
+
+def _rows(groups: Iterable[Group]) -> tuple[RowShape, ...]:
+    """The rows of groups, with the keys of each spread evenly."""
+    rows: list[RowShape] = []
+    for queries, count, total in groups:
+        keys, more = divmod(total, count)
+        rows += [RowShape(queries, keys + 1)] * more + [RowShape(queries, keys)] * (count - more)
+    return tuple(rows)
+
+
+def _place(queries: int, count: int, total: int) -> tuple[int, int, float]:
+    """Grid points around the mean keys of a group, and where it lies between them (from 0, at the lower, to 1)."""
+    mean = total / count
+    low = _grid_below(mean)
+    high = _grid_above(low)
+    low = max(low, queries)  # a context holds at least the tokens that are fed
+    return low, high, (mean - low) / (high - low)
 
 
 def _grid_below(mean: float) -> int:
@@ -139,10 +349,21 @@ def _grid_above(low: int) -> int:
     return low + (1 << (low.bit_length() - 1 - _PER_OCTAVE.bit_length() + 1))
 
 
-def _between(a: StepCost, b: StepCost, x: float) -> StepCost:
-    """Linear interpolation: `a` at x = 0, `b` at x = 1. Both list the same ops."""
-    if a.ops.keys() != b.ops.keys():  # an op that appears only from some length on
-        return a if x < 0.5 else b
-    other = b.ops
-    ops = {name: s + (other[name] - s) * x for name, s in a.ops.items()}  # equal ends stay equal
-    return StepCost(a.seconds + (b.seconds - a.seconds) * x, a.sigma + (b.sigma - a.sigma) * x, ops)
+def _sum(parts: Iterable[Part]) -> tuple[float, float]:
+    seconds = sigma = 0.0
+    for part in parts:
+        seconds += part.seconds
+        sigma += part.sigma
+    return seconds, sigma
+
+
+def _ops(parts: Iterable[Part], below: Part, above: Part, x: float) -> dict[str, float]:
+    """Seconds by name, of parts and of what lies between two."""
+    ops: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.ops.items():
+            ops[name] = ops.get(name, 0.0) + seconds
+    for name in {**below.ops, **above.ops}:
+        low, high = below.ops.get(name, 0.0), above.ops.get(name, 0.0)
+        ops[name] = ops.get(name, 0.0) + low + (high - low) * x
+    return ops

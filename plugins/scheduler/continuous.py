@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from twinfer.core import technique
-from twinfer.core.policy import Defer, Shortage, View, Want
+from twinfer.core.policy import Defer, Shortage, Steady, View, Want
 from twinfer.core.request import Sequence
 from twinfer.core.technique import Technique
 
@@ -59,6 +59,11 @@ class Continuous(Technique):
             return [s for s in ranked if _rank(s) >= _rank(shortage.seq)]
         ranked = sorted(view.running, key=_age, reverse=True)
         return [s for s in ranked if s.number >= shortage.seq.number]
+
+    def steady(self, view: View) -> Steady | None:
+        if self.options.admission == "whole":  # who is admitted depends on all that run
+            return None
+        return Steady(rank=_rank) if self.options.policy == "priority" else Steady()
 
 
 def _fitting(view: View) -> Iterable[Sequence]:

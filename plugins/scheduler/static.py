@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pydantic import Field
 
 from twinfer.core import technique
-from twinfer.core.policy import Defer, Shortage, View, Want
+from twinfer.core.policy import Defer, Shortage, Steady, View, Want
 from twinfer.core.request import Sequence
 from twinfer.core.technique import Technique
 
@@ -60,3 +60,8 @@ class Static(Technique):
     def victims(self, view: View, shortage: Shortage) -> Iterable[Sequence]:
         ranked = sorted(view.running, key=lambda s: s.number, reverse=True)
         return [s for s in ranked if s.number >= shortage.seq.number]
+
+    def steady(self, view: View) -> Steady | None:
+        """A batch whose prompts are all in and that has begun to decode stays as it is to its end."""
+        begun = any(len(seq.output) > 1 for seq in view.running)
+        return Steady(closed=True) if begun and all(seq.remaining == 1 for seq in view.running) else None

@@ -52,13 +52,13 @@ def rejected_drafts_are_kept(patch: Patch) -> None:
 
 def preemptions_are_not_told(patch: Patch) -> None:
     """The executor keeps the old block table."""
-    launch = Core._launch
+    launch = Core.launch
 
     def silent(self: Core, planner: Planner) -> StepPlan:
         self.preempted = []
         return launch(self, planner)
 
-    patch.setattr(Core, "_launch", silent)
+    patch.setattr(Core, "launch", silent)
 
 
 def parents_do_not_matter(patch: Patch) -> None:
@@ -146,7 +146,7 @@ def forks_from_what_the_leader_has_left(patch: Patch) -> None:
 
 def groups_are_mixed_up(patch: Patch) -> None:
     """Blocks of one group are told for another."""
-    launch = Core._launch
+    launch = Core.launch
 
     def swapped(self: Core, planner: Planner) -> StepPlan:
         planner.grants.sort(key=lambda grant: -grant.group)
@@ -154,7 +154,7 @@ def groups_are_mixed_up(patch: Patch) -> None:
         planner.grants[:] = [g._replace(group=max(groups) - g.group) for g in planner.grants]
         return launch(self, planner)
 
-    patch.setattr(Core, "_launch", swapped)
+    patch.setattr(Core, "launch", swapped)
 
 
 WINDOW_FAULTS = (

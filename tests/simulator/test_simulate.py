@@ -160,7 +160,7 @@ def test_progress_is_reported_and_a_stop_leaves_a_valid_record() -> None:
     calls = iter(range(10_000))
     stopped = simulate(
         EngineConfig(model="llama-3.1-8b", device="h100-sxm"), WORKLOAD, REGISTRY,
-        should_stop=lambda: next(calls) >= 30,
+        should_stop=lambda: next(calls) >= 30, skip=False,
     )  # fmt: skip
     assert not stopped.complete and len(stopped.steps) <= 30
     assert stopped.metrics["num_steps"] == len(stopped.steps)

@@ -11,7 +11,7 @@ from twinfer.core.catalog import resolve_spec
 from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
-from twinfer.core.plan import Need, PlanStats, Row, StepPlan
+from twinfer.core.plan import Decoding, Need, PlanStats, Row, StepPlan
 from twinfer.core.registry import Registry
 from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.simulator.op_time import OpTimeChain, build_chain
@@ -157,3 +157,38 @@ def test_overlapped_steps_last_as_long_as_the_longer_of_device_and_cpu(
     assert apart.seconds == pytest.approx(device + host) and apart.sigma == pytest.approx(host / 10)
     assert beside.seconds == pytest.approx(max(device, host)) and beside.ops["host"] == pytest.approx(waited)
     assert beside.sigma == (pytest.approx(host / 10) if waited else 0.0)
+
+
+@pytest.mark.parametrize(("count", "keys"), [(1, 2), (3, 40), (7, 7000), (40, 40 * 1023 + 11)])
+def test_decoding_ahead_costs_what_its_steps_cost_to_the_last_bit(count: int, keys: int) -> None:
+    """A flock's plan, the same rows one by one, and the step foretold are one number."""
+    one = timer()
+    ahead = one.decode(count, keys, 150)
+    steps = one.decode_costs(count, keys, 150, True)
+    assert len(ahead.seconds) == len(steps) == 150
+    for step, cost in enumerate(steps):
+        total = keys + count * step
+        plan = StepPlan(0, (), stats=PlanStats(0, 0, 0, 0, 0, 0, 16), decoding=Decoding(count, total))
+        each, more = divmod(total, count)
+        rows = plan_of(*[(1, each + 1)] * more, *[(1, each)] * (count - more))
+        assert ahead.seconds[step] == cost.seconds == one.cost(plan).seconds == one.cost(rows).seconds
+        assert cost.ops == one.cost(rows).ops and cost.sigma == one.cost(rows).sigma
+    for until in (0, 1, 77, 150):
+        assert ahead.sigma(until) == pytest.approx(math.fsum(c.sigma for c in steps[:until]), rel=1e-12)
+
+
+def test_prompts_beside_decodes_cost_what_they_cost_together() -> None:
+    one = timer()
+    for prompt, contexts in ((300, (900,)), (1155, (40, 3000)), (2000, tuple(range(200, 2200, 100)))):
+        plan = plan_of((prompt, prompt), *((1, c) for c in contexts))
+        assert one.cost(plan).seconds == pytest.approx(one.exact(StepShape.of(plan)).seconds, rel=1e-4)
+
+
+def test_parts_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinfer.simulator.step_time._KEPT", 50)
+    plans = [plan_of((1, context), (20, 20 + context)) for context in range(100, 9000, 50)]
+    few = timer()
+    found = [few.cost(plan) for plan in plans]
+    monkeypatch.undo()
+    many = timer()
+    assert found == [many.cost(plan) for plan in plans]

@@ -1,0 +1,190 @@
+"""Speed of the simulator: requests per second of one core, memory, and whether the cost of a request stays flat.
+
+    python bench/simulator.py [--json] [--requests 10000,100000] [--replicas 8] [--trace FILE] [--rate R] [--stepping]
+
+The lengths and times are those of a trace (Azure 2023 conversation: CSV with TIMESTAMP, ContextTokens, GeneratedTokens),
+looped until there are enough requests; without `--trace` lengths are lognormal with the same means. `--rate` replaces
+the times by a Poisson process of so many requests per s over all replicas. Requests go to the replicas in turn. Each size
+runs in a process of its own, so that peak memory is its own. `--stepping` takes every step by itself, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import simpy
+
+from twinfer.core.catalog import resolve_spec
+from twinfer.core.config import EngineConfig
+from twinfer.core.device import load_device
+from twinfer.core.events import Submit
+from twinfer.core.params import SamplingParams
+from twinfer.core.provision import provision
+from twinfer.core.recorder import Recorder
+from twinfer.core.registry import default_registry
+from twinfer.core.request import Request
+from twinfer.core.work import step_ops
+from twinfer.core.workload import Setting, Workload
+from twinfer.plugins.workload.synthetic import _tokens
+from twinfer.plugins.workload.traces import AzureTrace
+from twinfer.simulator.driver import SimInbox, engine
+from twinfer.simulator.executor import CostExecutor
+from twinfer.simulator.op_time import build_chain
+from twinfer.simulator.step_time import StepTimer
+
+
+@dataclass
+class Result:
+    """One size. seconds: CPU of everything, requests included; memory_mb: peak resident."""
+
+    requests: int
+    replicas: int
+    seconds: float
+    per_request_us: float
+    per_second: float
+    memory_mb: float
+    steps: int
+    output_tokens: int
+    simulated_s: float
+    mean_rows: float
+    ttft_p50: float
+    tpot_p50: float
+
+
+def lengths(trace: str | None, context: int, vocabulary: int) -> list[tuple[int, int, float]]:
+    """(prompt, answer, seconds since the one before) of each request; what exceeds the context is cut."""
+    if trace is None:
+        rng = random.Random(0)
+        found = []
+        for _ in range(20_000):
+            prompt, answer = (max(1, round(mean * math.exp(rng.gauss(-0.5, 1.0)))) for mean in (1155, 211))
+            found.append((prompt, answer, rng.expovariate(5.4)))
+    else:
+        drafts = AzureTrace().drafts(Workload(trace=trace), Setting(vocab_size=vocabulary, max_model_len=context))
+        times = [d.arrival or 0.0 for d in drafts]
+        found = [
+            (len(d.prompt), d.output_len, max(0.0, t - s))
+            for d, s, t in zip(drafts, [times[0], *times], times, strict=False)
+        ]
+    return [(min(p, context - 1), min(a, context - min(p, context - 1)), gap) for p, a, gap in found]
+
+
+def stream(rows: Sequence[tuple[int, int, float]], num: int, rate: float | None, vocabulary: int) -> Iterator[Request]:
+    """`num` requests, made as they are asked for."""
+    rng, now = random.Random(1), 0.0
+    params: dict[int, SamplingParams] = {}
+    for number in range(num):
+        prompt, answer, gap = rows[number % len(rows)]
+        now += (gap if rate is None else rng.expovariate(rate)) if number else 0.0
+        if answer not in params:
+            params[answer] = SamplingParams(max_tokens=answer, ignore_eos=True)
+        yield Request(
+            id=f"r{number}", prompt=_tokens(number, 0, prompt, vocabulary), params=params[answer], arrival=now
+        )  # fmt: skip
+
+
+def measure(args: argparse.Namespace, num: int) -> Result:
+    begin = time.process_time()
+    registry = default_registry()
+    spec, device = resolve_spec(args.model), load_device(args.device, registry)
+    config = EngineConfig(model=args.model, device=args.device, max_model_len=min(16384, spec.max_context))
+    setup = provision(config, spec, registry, device, world="simulator")
+    rows = lengths(args.trace, setup.limits.max_model_len, spec.vocab_size)
+    timer = StepTimer(lambda shape: step_ops(setup.model, shape), build_chain((), device, registry))
+    env = simpy.Environment()
+    inboxes = [SimInbox(env) for _ in range(args.replicas)]
+    recorders = [Recorder("simulator", {}, {}, 1.0, detail="requests") for _ in inboxes]
+    executors = [CostExecutor(timer, ops=False) for _ in inboxes]
+
+    def arrive() -> Generator[simpy.Event, Any, None]:
+        for number, request in enumerate(stream(rows, num, args.rate, spec.vocab_size)):
+            if request.arrival > env.now:
+                yield env.timeout(request.arrival - env.now)
+            inboxes[number % len(inboxes)].put(Submit(request))
+        for inbox in inboxes:
+            inbox.close()
+
+    env.process(arrive())
+    engines = [
+        env.process(engine(env, setup.build_core(), executor, inbox, recorder, skip=not args.stepping))
+        for executor, inbox, recorder in zip(executors, inboxes, recorders, strict=True)
+    ]
+    env.run(env.all_of(engines))
+    records = [recorder.finish() for recorder in recorders]
+    requests = [r for record in records for r in record.requests]
+    done = [r for r in requests if r.reason == "length"]
+    assert len(done) == num, f"{num - len(done)} of {num} requests did not finish"
+    ttft = sorted(r.ttft or 0.0 for r in done)
+    tpot = sorted(r.tpot or 0.0 for r in done)
+    tokens = sum(r.num_output_tokens for r in done)
+    steps = sum(record.metrics["num_steps"] for record in records)
+    seconds = time.process_time() - begin
+    return Result(
+        num, args.replicas, seconds, seconds / num * 1e6, num / seconds,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, steps,
+        tokens, env.now, tokens / max(1, steps), ttft[num // 2], tpot[num // 2],
+    )  # fmt: skip
+
+
+def apart(argv: Sequence[str], num: int) -> Result:
+    """`measure` in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), *argv, "--one", str(num)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return Result(**json.loads(done.stdout))
+
+
+def profiled(call: Callable[[], object]) -> None:
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    profile.runcall(call)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    parser.add_argument("--requests", default="10000,100000", help="sizes, separated by commas")
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--trace", help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
+    parser.add_argument("--rate", type=float, help="requests per s over all replicas, instead of the trace's times")
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--device", default="h100-sxm")
+    parser.add_argument("--stepping", action="store_true", help="every step by itself")
+    parser.add_argument("--profile", action="store_true", help="cProfile's top of the first size")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        print(json.dumps(asdict(measure(args, args.one))))
+        return
+    sizes = [int(size) for size in args.requests.split(",")]
+    if args.profile:
+        profiled(lambda: measure(args, sizes[0]))
+        return
+    argv = [a for a in sys.argv[1:] if a != "--json"]
+    results = [apart(argv, size) for size in sizes]
+    if args.json:
+        print(json.dumps([asdict(r) for r in results]))
+        return
+    print("requests replicas   s CPU  us/request  requests/s  peak MB      steps  mean rows")
+    for r in results:
+        print(
+            f"{r.requests:>8} {r.replicas:>8} {r.seconds:>7.1f} {r.per_request_us:>11.0f} {r.per_second:>11.0f}"
+            f" {r.memory_mb:>8.0f} {r.steps:>10} {r.mean_rows:>10.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""An engine under a simulated clock that takes many steps as one event, wherever nothing can come of them singly.
+
+    wait for an event -> take it in -> ask the flock for a plan or a run -> launch it -> tell what there is to tell
+
+While a run is under way, an arrival that may change the next plan ends it with the step that it falls into; the times of
+all steps are known from the start. Anything else that happens (an abort, a transfer that ended) first brings the core to
+where single steps would have it.
+
+Invariants
+* Times, plans, metrics and the order of what is told are those of `driver.engine` without skipping.
+* A step begins when the one before it has ended; times of steps are sums in the order of the steps, so they do not
+  depend on how steps are grouped into runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+import simpy
+
+from twinfer.core.core import Core
+from twinfer.core.events import Abort, Blocked, Event, Idle, Output, StepDone, Submit, Tick
+from twinfer.core.executor import Executor
+from twinfer.core.flock import Flock, Run, Stretch
+from twinfer.core.loop import note_outputs, sample_ids
+from twinfer.core.plan import StepPlan, StepResult
+from twinfer.core.recorder import Recorder
+
+if TYPE_CHECKING:
+    from twinfer.simulator.driver import SimInbox
+
+Emitted = Callable[[Sequence[Output], float], None]
+_RUN_ENDED = Tick()  # known by identity
+
+
+class RunExecutor(Executor, Protocol):
+    """An executor whose tokens are constants and that knows beforehand how long decoding takes."""
+
+    @property
+    def serves_runs(self) -> bool: ...
+    def decode(self, run: Run) -> list[float]:
+        """Seconds of the steps of `run`."""
+        ...
+
+    def took(self, first: int, last: int) -> None:
+        """Steps `first` to `last` (exclusive) of the latest run have been taken."""
+        ...
+
+    def results(self, stretch: Stretch) -> list[StepResult]:
+        """The steps of `stretch` one by one, without rows."""
+        ...
+
+
+def can_skip(core: Core, executor: Executor, hook: Any) -> bool:
+    """Whether steps of this engine can be taken as one: nobody watches each of them, and they can be foretold."""
+    watched = hook is not None and (not hasattr(hook, "any") or hook.any())
+    return not watched and getattr(executor, "serves_runs", False) and Flock.serves(core)
+
+
+class SkippingEngine:
+    """One engine; `process` is its SimPy process. `settle` brings `core` up to the present for who looks at it."""
+
+    def __init__(
+        self, env: simpy.Environment, core: Core, executor: RunExecutor, inbox: SimInbox, recorder: Recorder | None,
+        emit: Emitted | None,
+    ) -> None:  # fmt: skip
+        self.env = env
+        self.core = core
+        self.executor = executor
+        self.inbox = inbox
+        self.recorder = recorder
+        self.emit = emit
+        self._each = recorder is not None and recorder.detail == "steps"  # every step is told of
+        self.flock = Flock(core)
+        self.now = env.now
+        self._stamp = env.now  # SimPy's time where `now` is exact: it adds up delays and may be an ulp off
+        self._last = env.now  # end of the latest step
+        self._plan: tuple[StepPlan, StepResult] | None = None
+        self._run: Run | None = None
+        self._times: list[float] = []  # of the run: its begin and the end of each step
+        self._until = 0  # the run ends with this step (1 is the first)
+        self._taken = 0  # steps of it that the core has taken
+        self._head: object = None  # first in the queue when the run was planned
+        self._timer = 0  # number of the latest timer: earlier ones mean nothing any more
+        inbox.settle = self.settle
+        inbox.tell = self._tell_all
+        if recorder is not None:
+            recorder.before_finish = self._tell_all
+
+    def process(self) -> Generator[simpy.Event, Any, None]:
+        core, inbox = self.core, self.inbox
+        while not inbox.failed:
+            events = inbox.drain()
+            if self.env.now != self._stamp:
+                self.now = max(self.now, self.env.now)
+            arrived = False
+            for event in events or ():
+                if isinstance(event, Submit):
+                    self._submit(event)
+                    arrived = True
+                else:
+                    self._take_in(event)
+            if self._plan is None and self._run is None:
+                action = self.flock.next_step(self.now)
+                self._tell()
+                if isinstance(action, StepPlan):
+                    self._launch(action)
+                elif isinstance(action, Run):
+                    self._start(action)
+                elif isinstance(action, Idle):
+                    if inbox.closed and not core.has_work:
+                        return
+                    if action.until is not None:
+                        self._ring_at(action.until)
+                    elif inbox.closed:
+                        raise RuntimeError("the engine waits for an event that can never come")
+                else:
+                    assert isinstance(action, Blocked)
+                    if inbox.closed:
+                        raise RuntimeError("the engine waits for an event that can never come")
+            else:
+                self._tell()
+                if arrived:
+                    self._cut_short()
+            yield inbox.bell()
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def _submit(self, event: Submit) -> None:
+        if self.recorder is not None:
+            self.recorder.submitted(event.request, self.env.now)
+        self.core.receive(event, self.now)
+        if self.core.accepted(event.request):
+            self.executor.admit(event.request, sample_ids(event.request))
+
+    def _take_in(self, event: Event) -> None:
+        if event is _RUN_ENDED:
+            self._take(self._until)
+            self._run = None
+        elif isinstance(event, StepDone):
+            assert self._plan is not None
+            self.flock.step_done(*self._plan)
+            self._plan = None
+        elif isinstance(event, Abort):
+            self._single_out()
+            self.core.receive(event, self.now)
+            self.flock.refresh()
+        else:
+            self.settle()
+            if self._run is not None:
+                self.flock.plan_next(self._run)
+            self.core.receive(event, self.now)
+            self.flock.refresh()
+            self._cut_short(surely=True)
+
+    def _tell(self, now: float | None = None) -> None:
+        outputs = self.core.outputs()
+        if outputs:
+            now = self.now if now is None else now
+            note_outputs(outputs, now, self.recorder, None)
+            if self.emit is not None:
+                self.emit(outputs, now)
+
+    def _tell_all(self) -> None:
+        """All tokens up to now, before the record is closed."""
+        if self.inbox.failed:
+            return
+        self.settle()
+        self.flock.tell()
+        self._tell(self._last)
+
+    # --- single plans ---------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._end_at(plan, self.executor.execute(plan), self.now)
+
+    def _end_at(self, plan: StepPlan, result: StepResult, begin: float, end: float | None = None) -> None:
+        end = begin + result.seconds if end is None else end
+        self._plan = plan, result
+
+        def done(event: simpy.Event) -> None:
+            if self.inbox.failed:
+                return
+            assert self._plan is not None
+            plan, result = self._plan
+            self._ended(end)
+            if self.recorder is not None:
+                self.recorder.step(plan, result, begin, end)
+            self.inbox.put(StepDone(plan.step, result))
+
+        self._after(end, done)
+
+    def _ended(self, end: float) -> None:
+        self.now = self._last = end
+        self._stamp = self.env.now
+
+    def _after(self, when: float, call: Callable[[simpy.Event], None]) -> None:
+        timer = self.env.timeout(max(0.0, when - self.env.now))
+        assert timer.callbacks is not None
+        timer.callbacks.append(call)
+
+    def _ring_at(self, when: float) -> None:
+        self._after(when, lambda event: self.inbox.ring())
+
+    # --- runs -----------------------------------------------------------------------------------
+
+    def _start(self, run: Run) -> None:
+        self._times = list(accumulate(self.executor.decode(run), initial=self.now))
+        self._run = run
+        self._until, self._taken = run.most, 0
+        self._head = self.core.waiting[0][2] if self.core.waiting else None
+        self._wake()
+
+    def _wake(self) -> None:
+        """Be called at the end of the run as it is now planned."""
+        self._timer += 1
+        number, end = self._timer, self._times[self._until]
+
+        def done(event: simpy.Event) -> None:
+            if number == self._timer and not self.inbox.failed:
+                self._ended(end)
+                self.inbox.put(_RUN_ENDED)
+
+        self._after(end, done)
+
+    def _cut_short(self, surely: bool = False) -> None:
+        """Something has come: end the run with the step that is under way, if the plan after it may be another."""
+        run = self._run
+        if run is None:
+            return
+        waiting = self.core.waiting
+        same = run.closed or not waiting or (run.head and waiting[0][2] is self._head)
+        if same and not surely and not self._each:  # else the record has the length of the queue in every step
+            return
+        until = max(1, self._taken + 1, bisect_left(self._times, self.env.now))
+        if until < self._until:
+            self._until = until
+            self._wake()
+
+    def _take(self, until: int) -> None:
+        """Let the core take the steps of the run up to the end of step `until`."""
+        run, first = self._run, self._taken
+        if run is None or until <= first:
+            return
+        stretch, ended = self.flock.take(run, until - first, self._each)
+        self.executor.took(first, until)
+        if self.recorder is not None:
+            results = self.executor.results(stretch) if self._each else ()
+            times = self._times if until - first == len(self._times) - 1 else self._times[first : until + 1]
+            self.recorder.run(stretch, times, results)
+        self._taken = until
+        self._last = self._times[until]
+        self.flock.end(ended)
+
+    def settle(self) -> None:
+        """Bring the core up to the present: steps that have ended are taken, the one under way is not."""
+        if self._run is not None and not self.inbox.failed:
+            self._take(min(self._until - 1, bisect_right(self._times, self.env.now) - 1))
+
+    def _single_out(self) -> None:
+        """Make the step under way an ordinary one, as an event needs the core as it is without a flock."""
+        if self._run is not None:
+            self.settle()
+            begin, end = self._times[self._taken], self._times[self._taken + 1]
+            plan = self.flock.single(self._run)
+            self._run = None
+            self._timer += 1
+            self._end_at(plan, self.executor.execute(plan), begin, end)
+        self._tell()
+        if self._plan is not None:
+            self._plan = self.flock.spell_out(*self._plan)
+        else:
+            self.flock.dissolve()
+        self._tell(self._last)  # what the members had before this step
+
+
+__all__ = ["RunExecutor", "SkippingEngine", "can_skip"]
