@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twinfer.core.work import LatentShape, Linear, Op, RowShape, visible_pairs
@@ -34,8 +35,18 @@ def latent_linears(model: ModelSpec, linear: Callable[[str, int, int], Linear], 
     )
     down = linear("kv_down_proj", m.latent_dim, h)
     if m.absorbed:
-        return (*query, down)
+        return (*query, replace(down, of=latent_shape(model, heads)))
     return (*query, down, linear("kv_up_proj", heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank))
+
+
+def latent_shape(model: ModelSpec, heads: int) -> LatentShape:
+    """Sizes of the block on a rank with `heads` query heads."""
+    m = model.mla
+    assert m is not None
+    return LatentShape(
+        model.hidden_size, heads, m.q_lora_rank or 0, m.kv_lora_rank, m.qk_nope_head_dim, m.qk_rope_head_dim,
+        m.v_head_dim, model.linear_dtype or model.dtype,
+    )  # fmt: skip
 
 
 def absorbing_is_cheaper(m: MLASpec, queries: int, end: int, reach: int | None = None) -> bool:
@@ -89,8 +100,7 @@ def latent_attention(c: Stage, m: MLASpec, rows: tuple[RowShape, ...], t: int) -
         Op(
             "attention", "attention", flops, read + t * heads * qk * act, t * heads * m.v_head_dim * act, model.dtype,
             count, (heads, 1, latent, m.kv_lora_rank, reach or 0), 0.0, tuple(shares) if cp > 1 else rows, model.kv_dtype,
-            LatentShape(model.hidden_size, heads, m.q_lora_rank or 0, m.kv_lora_rank, m.qk_nope_head_dim,
-                        m.qk_rope_head_dim, m.v_head_dim, model.linear_dtype or model.dtype),
+            latent_shape(model, heads),
         ),
     ]  # fmt: skip
     if cp > 1:

@@ -123,7 +123,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A [n, k] weight on one rank, in `count` layers; `weight_bytes` as stored."""
+    """A [n, k] weight on one rank, in `count` layers; `weight_bytes` as stored; `of`: as in `Op`."""
 
     name: str
     n: int
@@ -131,13 +131,14 @@ class Linear:
     weight_bytes: float
     dtype: str
     count: int
+    of: LatentShape | None = None
 
     def op(self, m: int, act: float) -> Op:
         """The product for `m` rows of activations of `act` bytes per element."""
         n, k = self.n, self.k
         return Op(
             self.name, "gemm", 2.0 * m * n * k, self.weight_bytes + m * k * act, m * n * act, self.dtype, self.count,
-            (m, n, k),
+            (m, n, k), of=self.of,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ A module's time less its products' times (of the same stack's table, at the same
 and the small kernels around it, so that the ops of a block add up to the measured block.
 
 Invariants
+* Both projections down are one product, as stacks have it: `kv_down_proj` is what it takes beyond `q_down_proj`.
 * Measured were the sizes of DeepSeek-V3; other sizes are answered at the utilisation of the nearest number of heads.
 * Rows run expanded or absorbed as in `latent_ops`; a chunk takes what a whole prompt of as many pairs takes.
 * Several kinds of rows in one launch: their times above the launch overhead add up.
@@ -45,7 +46,12 @@ class LatentTables:
     def time(self, op: Op, device: DeviceSpec, fp8: str = "fp8") -> Answer | None:
         """Time of one launch of latent attention over all rows of a step."""
         s = op.of
-        if not isinstance(s, LatentShape) or op.kind != "attention" or op.shape[4]:
+        if not isinstance(s, LatentShape):
+            return None
+        linear = fp8 if s.linear_dtype == "fp8" else "bfloat16"
+        if op.name == "kv_down_proj":
+            return self._beside_query(op.shape[0], s, linear, device)
+        if op.kind != "attention" or op.shape[4]:
             return None
         kv = "fp8" if op.kv_dtype == "fp8" else "bfloat16"
         decode = [row for row in op.rows for _ in range(row.queries) if absorbed(row, s)]
@@ -53,7 +59,7 @@ class LatentTables:
         parts = []
         for kind, rows in (("generation", decode), ("context", prompts)):
             if rows:
-                answer = self._part(kind, rows, s, kv, fp8 if s.linear_dtype == "fp8" else "bfloat16", device)
+                answer = self._part(kind, rows, s, kv, linear, device)
                 if answer is None:
                     return None
                 parts.append(answer)
@@ -62,6 +68,15 @@ class LatentTables:
         seconds = max(sum(p.seconds for p in parts) - _LAUNCH * (len(parts) - 1), max(p.seconds for p in parts))
         most = max(parts, key=lambda p: p.seconds)
         return Answer(seconds, max(p.spread for p in parts), most.source, most.detail)
+
+    def _beside_query(self, m: int, s: LatentShape, linear: str, device: DeviceSpec) -> Answer | None:
+        """The projection to the latent, which stacks put into one product with the one of the query."""
+        both = self._product(m, s.q_rank + s.kv_rank + s.rope, s.hidden, linear, device)
+        query = self._product(m, s.q_rank, s.hidden, linear, device) if s.q_rank else 0.0
+        if both is None or query is None:
+            return None
+        words = f"{both * 1e6:.1f} us with the query's projection, which takes {query * 1e6:.1f}" if query else "alone"
+        return Answer(max(both - query, 0.0), 0.1, "transferred", words)
 
     def _part(
         self, kind: str, rows: Sequence[RowShape], s: LatentShape, kv: str, linear: str, device: DeviceSpec
@@ -143,9 +158,10 @@ def absorbed(row: RowShape, s: LatentShape) -> bool:
 
 
 def projections(heads: int, s: LatentShape = DEEPSEEK_V3) -> list[tuple[int, int]]:
-    """(n, k) of the products of a block: those that the ops of a step list as linears, and `kv_up_proj`."""
+    """(n, k) of the products of a block: those that the ops of a step list as linears (both projections down are one
+    product), and `kv_up_proj`."""
     return [
-        (s.q_rank, s.hidden), (heads * (s.nope + s.rope), s.q_rank), (s.kv_rank + s.rope, s.hidden),
+        (s.q_rank + s.kv_rank + s.rope, s.hidden), (heads * (s.nope + s.rope), s.q_rank),
         (heads * (s.nope + s.v), s.kv_rank), (s.hidden, heads * s.v),
     ]  # fmt: skip
 

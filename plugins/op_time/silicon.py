@@ -32,7 +32,7 @@ from twinfer.core import technique
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Needs, Technique
-from twinfer.core.work import Op, RowShape, visible_pairs
+from twinfer.core.work import MoEShape, Op, RowShape, visible_pairs
 from twinfer.plugins.op_time.exchange_tables import ExchangeTables
 from twinfer.plugins.op_time.expert_tables import ExpertTables
 from twinfer.plugins.op_time.kernel_tables import Answer, KernelTable, Shape, median_rows
@@ -66,6 +66,8 @@ class Silicon(Technique):
     class Options(technique.Options):
         """stack: serving stack whose kernels were measured.  version: of the stack, the newest measured by default.
         fp8: products with one scale a tensor, or per block of 128.  fused_all_reduce: it takes the norm after it along.
+        skew: exponent of the power law of the experts' loads where the model says nothing (trained routers are uneven;
+        1.01 is what the package assumes).
         folder: `systems` folder of the tables, that of the installed package by default."""
 
         stack: str = Field(default="vllm", pattern="^(vllm|sglang|trtllm)$", description="vllm, sglang or trtllm")
@@ -73,6 +75,7 @@ class Silicon(Technique):
         fp8: str = Field(
             default="tensor", pattern="^(tensor|block)$", description="scales of FP8 products: tensor or block"
         )
+        skew: float = Field(default=1.01, ge=0, le=4, description="power law of the experts' loads; 0: all alike")
         fused_all_reduce: bool = Field(default=False, description="the norm after an all-reduce is done in its kernel")
         folder: str | None = Field(default=None, description="folder of the tables; None takes the installed package")
 
@@ -88,6 +91,8 @@ class Silicon(Technique):
             return None
         tables = _tables(self._folder, system, self.options.stack, self.options.version)
         fp8 = "fp8_block" if self.options.fp8 == "block" else "fp8"
+        if isinstance(op.of, MoEShape) and not op.of.skew:
+            op = replace(op, of=op.of._replace(skew=self.options.skew))
         answer = tables.time(op, device, fp8=fp8, fused_all_reduce=self.options.fused_all_reduce)
         if answer is None:
             return None
