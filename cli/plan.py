@@ -135,10 +135,10 @@ def plan(
         list[str] | None,
         typer.Option(rich_help_panel=_SPACE, metavar="DEVICE=USD", help="Your price per device and hour; repeatable."),
     ] = None,
-    screen: Annotated[int, typer.Option(rich_help_panel=_SEARCH, help="Requests per replica of a first look.")] = 400,
+    screen: Annotated[int, typer.Option(rich_help_panel=_SEARCH, help="Requests per replica of a first look.")] = 300,
     confirm: Annotated[
-        int, typer.Option(rich_help_panel=_SEARCH, help="Requests of the whole fleet, to confirm an answer.")
-    ] = 20_000,
+        int, typer.Option(rich_help_panel=_SEARCH, help="Requests of the whole fleet, to confirm a design.")
+    ] = 4000,
     top: Annotated[
         int, typer.Option(rich_help_panel=_SEARCH, help="Device types that are confirmed, cheapest first.")
     ] = 8,

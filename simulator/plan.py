@@ -23,13 +23,14 @@ from typing import Any
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.run_files import plain
-from twinfer.simulator.plan_answer import Answer, fleet_of, front_of, ranked, sentence_of
+from twinfer.simulator.plan_answer import Answer, Fleet, fleet_of, front_of, ranked, sentence_of
 from twinfer.simulator.plan_pool import Pool, open_pool
 from twinfer.simulator.plan_search import Z80, Found, Search, confirm_device, needed, screen_device, why_not
 from twinfer.simulator.plan_space import Question, sorted_by_device
 from twinfer.simulator.plan_trial import (
     ASSESS,
     FLEET,
+    PROOF,
     Evaluator,
     Outcome,
     ShouldStop,
@@ -164,14 +165,19 @@ def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     for item in found.values():
         result.verdicts |= item.verdicts
     rate = evaluator.demand.rate
-    good = {name: f for name, f in found.items() if f.design is not None}
-    fleets = ranked(fleet_of(f, question, evaluator.devices[name], rate) for name, f in good.items())
+    fleets, proof = _proved(evaluator, drive, found)
     front = front_of(fleets, question.goals)
     fleets = [replace(fleet, on_front=i in front) for i, fleet in enumerate(fleets)]
     done = not drive.stopped
     none = {name: _why_none(f, name in ended or not f.screened) for name, f in found.items() if f.design is None}
     none |= dict.fromkeys((name for name in groups if name not in found), "not searched to the end")
     answer = Answer(sentence="", fleets=fleets, none=none)
+    if proof is not None:
+        values = ", ".join(f"{g.name} {v:.3g} s" for g in question.goals if (v := proof.values.get(g.name)) is not None)
+        answer.notes.append(
+            f"times are those of the busiest {len(evaluator.whole):,} requests; on all {len(evaluator.requests):,} the "
+            f"cheapest fleet has {values}"
+        )
     if fleets and done:
         answer.changed = _what_if(evaluator, drive, found[fleets[0].device])
         done = not drive.stopped
@@ -184,6 +190,32 @@ def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     if done:  # a resumed file is then the one of a search that was never stopped
         result.points = {key: point for key, point in result.points.items() if key in drive.asked}
     result.answer, result.complete = answer, done
+
+
+def _proved(evaluator: Evaluator, drive: _Drive, found: dict[str, Found]) -> tuple[list[Fleet], Outcome | None]:
+    """The fleets found, best first; the best one keeps its promises on all of the traffic, as its outcome there says.
+
+    One that does not is searched again with more replicas, until the best one does; None when all traffic was used.
+    """
+    question, rate = evaluator.question, evaluator.demand.rate
+    while True:
+        good = {name: f for name, f in found.items() if f.design is not None}
+        fleets = ranked(fleet_of(f, question, evaluator.devices[name], rate) for name, f in good.items())
+        if not fleets:
+            return fleets, None
+        best = found[fleets[0].device]
+        assert best.design is not None
+        level = evaluator.level(PROOF, best.replicas)
+        if level == FLEET:
+            return fleets, None
+        proving = {"proof": _one(Trial(design=best.design.index, replicas=best.replicas, level=level))}
+        told = drive.run({**_cases(evaluator, best), **proving})  # side by side: what is found is remembered
+        proof: Outcome | None = told.get("proof")
+        if proof is None or proof.keeps(question.goals):
+            return fleets, proof
+        again = drive.run({best.device: confirm_device(best, question, evaluator.level)})
+        if not again:  # stopped
+            return fleets[1:], None
 
 
 def _cheapest(screened: Mapping[str, Found], evaluator: Evaluator) -> list[str]:
@@ -211,20 +243,29 @@ def _why_none(found: Found, ended: bool) -> str:
     return f"{key}: {why}"
 
 
-def _what_if(evaluator: Evaluator, drive: _Drive, best: Found) -> list[dict[str, Any]]:
-    """How many replicas of the best design are needed when something is different, and what one failure does."""
+def _cases(evaluator: Evaluator, best: Found) -> dict[str, Search[Any]]:
+    """Searches for the replicas of the best design that are needed when something is different."""
     question, design, n = evaluator.question, best.design, best.replicas
     assert design is not None and best.outcome is not None
     looser = tuple(g.scaled(1.2) for g in question.goals)
     tighter = tuple(g.scaled(0.8) for g in question.goals)
     width = 1 + Z80 * best.outcome.sigma
-    cases: dict[str, Search[int | None]] = {
+    return {
         "traffic +20 %": needed(design, n, question, question.goals, load=1.2),
         "memory bandwidth -10 %": needed(design, n, question, question.goals, bandwidth=0.9),
         "promises 20 % tighter": needed(design, n, question, tighter),
         "promises 20 % looser": needed(design, n, question, looser),
-        f"steps {100 * (width - 1):.0f} % slower (end of the 80 % band)": needed(design, n, question, question.goals, steps=width),
-    }  # fmt: skip
+        f"steps {100 * (width - 1):.0f} % slower (end of the 80 % band)": needed(
+            design, n, question, question.goals, steps=width
+        ),
+    }
+
+
+def _what_if(evaluator: Evaluator, drive: _Drive, best: Found) -> list[dict[str, Any]]:
+    """How many replicas of the best design are needed when something is different, and what one failure does."""
+    question, design, n = evaluator.question, best.design, best.replicas
+    assert design is not None and best.outcome is not None
+    cases = _cases(evaluator, best)
     answers = drive.run(cases)
     price = evaluator.devices[design.device].price_per_hour
 

@@ -13,7 +13,7 @@ Assumption: more replicas never break a promise that fewer keep, and more traffi
 Invariants
 * What a search asks for depends on what it was told alone, so it takes the same path with any number of processes,
   and a stopped one can be resumed by answering from a file.
-* Only a fleet whose `fleet` trial kept every promise is an answer.
+* Only a fleet whose `fleet` trial kept every promise is an answer, and the best of all only if its `proof` did.
 """
 
 from __future__ import annotations
@@ -119,7 +119,15 @@ def screen_device(device: str, designs: Sequence[Design], question: Question, le
 
 
 def confirm_device(found: Found, question: Question, level: Level) -> Search[Found]:
-    """The cheapest confirmed fleet among what was screened, with its goodput and band."""
+    """The cheapest confirmed fleet among what was screened, with its goodput and band.
+
+    A fleet that is there already is not good enough: more replicas of its design are needed.
+    """
+    for candidate in found.screened:
+        if candidate.design is found.design:
+            candidate.fewest = found.replicas + 1
+            candidate.replicas = max(candidate.replicas, candidate.fewest)
+    found.design = found.outcome = None
     yield from _confirm(found, found.screened, question, level)
     if found.design is not None:
         yield from _finish(found, question, level)

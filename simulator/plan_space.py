@@ -40,7 +40,7 @@ class Question:
     base: fields of `EngineConfig` that all designs share, with "model".  axes: field -> values to try, with "device".
     workload: the traffic of the whole fleet.  prices: US$ per device and hour that replace those of device files.
     max_replicas: largest fleet.  screen: requests per replica of a first look; confirm: of the whole fleet, for
-    the designs that could be the answer (a workload with no more is used whole).  top: device types that are confirmed,
+    the designs that could be the answer (of less traffic, all). The answer itself is proved on all of the traffic.  top: device types that are confirmed,
     those with a price first, cheapest first.
     """
 
@@ -50,8 +50,8 @@ class Question:
     goals: tuple[Goal, ...]
     prices: Mapping[str, float] = field(default_factory=dict)
     max_replicas: int = 64
-    screen: int = 400
-    confirm: int = 20_000
+    screen: int = 300
+    confirm: int = 4000
     top: int = 8
 
     @property

@@ -2,8 +2,9 @@
 
     assess     bounds of a design, nothing is simulated
     screen     one replica of n, on the busiest part of the traffic, every n-th request of it
-    replica    one replica of n, on all of the traffic, every n-th request of it
-    fleet      all n replicas, on all of the traffic, requests dealt out in turn
+    replica    one replica of n, on the busiest part that is used to confirm, every n-th request of it
+    fleet      all n replicas on that part, requests dealt out in turn
+    proof      all n replicas on all of the traffic
 
 Dealing in turn (round robin) makes replicas independent of each other: the fleet is exactly its replicas, one by one.
 With another router, or pools for prefill and decode, replicas run together (`fleet_run.py`), and a first look is at one
@@ -39,7 +40,7 @@ from twinfer.simulator.plan_space import Design, Question, check_question, desig
 from twinfer.simulator.plan_tally import Outcome, Tally, Watch
 from twinfer.simulator.run import World, prepare, run_world
 
-ASSESS, SCREEN, REPLICA, FLEET = "assess", "screen", "replica", "fleet"
+ASSESS, SCREEN, REPLICA, FLEET, PROOF = "assess", "screen", "replica", "fleet", "proof"
 KEPT_WORLDS = 12  # designs whose op times a process remembers
 
 ShouldStop = Callable[[], bool]
@@ -81,7 +82,9 @@ class Evaluator:
         self._worlds: OrderedDict[tuple[int, float], World] = OrderedDict()
 
     def level(self, level: str, replicas: int) -> str:
-        """`level`, or `fleet` where the traffic is so little that a closer look costs no more."""
+        """`level`, or `fleet` where the traffic is so little that there is no difference."""
+        if level == PROOF:
+            return PROOF if len(self.requests) > self.question.confirm else FLEET
         return FLEET if level != ASSESS and len(self.requests) <= self.question.screen else level
 
     def answer(self, trial: Trial, should_stop: ShouldStop | None = None) -> Outcome | None:
@@ -118,14 +121,15 @@ class Evaluator:
         return demand_of(part).rate if part[-1].arrival > part[0].arrival else self.demand.rate
 
     def _simulate(self, world: World, trial: Trial, should_stop: ShouldStop | None) -> Outcome | None:
-        design, requests = self.designs[trial.design], self.whole
+        design, requests = self.designs[trial.design], self.requests if trial.level == PROOF else self.whole
         if trial.level == SCREEN:
             requests = busiest(requests, self.question.screen * trial.replicas)
-        shares = trial.replicas if trial.level == FLEET else 1
+        together = trial.level in (FLEET, PROOF)
+        shares = trial.replicas if together else 1
         if design.simple:
             dealt = [retimed(requests[i :: trial.replicas], trial.load, requests[0].arrival) for i in range(shares)]
         else:  # the router decides, so the replicas run together
-            step = 1 if trial.level == FLEET else trial.replicas
+            step = 1 if together else trial.replicas
             dealt = [retimed(requests[::step], trial.load, requests[0].arrival)]
         watch = Watch(self.question.goals, sum(map(len, dealt)))
         tally = Tally()
@@ -235,6 +239,6 @@ def plain_trial(trial: Trial) -> dict[str, Any]:
 
 
 __all__ = [
-    "ASSESS", "FLEET", "REPLICA", "SCREEN", "Evaluator", "Outcome", "Trial", "busiest", "outcome_of", "plain_trial",
+    "ASSESS", "FLEET", "PROOF", "REPLICA", "SCREEN", "Evaluator", "Outcome", "Trial", "busiest", "outcome_of", "plain_trial",
     "requests_of", "retimed", "trial_of",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from twinfer.core.workload import Workload
 from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.plan import Plan, plan, read_plan
 from twinfer.simulator.plan_space import Question
-from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, SCREEN, Evaluator, Trial, busiest
+from twinfer.simulator.plan_trial import ASSESS, FLEET, PROOF, REPLICA, SCREEN, Evaluator, Trial, busiest
 from twinfer.simulator.run import simulate
 
 REGISTRY = Registry(entry_points=False)
@@ -215,6 +215,19 @@ def test_devices_without_a_price_are_ranked_apart() -> None:
     assert [f.device for f in found.answer.fleets] == ["h100-sxm", "a100-sxm-40gb"]
     assert found.answer.fleets[1].cost_per_hour is None and not found.answer.fleets[1].on_front
     assert any("no price is known for a100-sxm-40gb" in note for note in found.answer.notes)
+
+
+def test_the_best_fleet_is_proved_on_all_of_the_traffic() -> None:
+    """A quiet half behind a busy one: designs are confirmed on the busy one, the answer on both."""
+    ramp = TRAFFIC.model_copy(update={"num_requests": 120, "rate": 30.0, "ramp_to": 3.0})
+    found = plan(question(ramp, screen=20, confirm=60), REGISTRY)
+    assert found.answer is not None
+    best = found.answer.fleets[0]
+    proofs = [(t, o) for t, o in found.points.values() if t.level == PROOF]
+    (trial, outcome) = proofs[-1]
+    assert (found.designs[trial.design], trial.replicas) == (best.design, best.replicas)
+    assert outcome.num_requests == 120 and outcome.keeps(found.question.goals)
+    assert any("on all 120" in note for note in found.answer.notes)
 
 
 # --- files, stops, processes ------------------------------------------------------------------------
