@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from twinfer.core.memory_parts import RankMemory
 from twinfer.dashboard import theme
 from twinfer.dashboard.charts import Chart, escape, finish, log_ticks, tick_text
 from twinfer.dashboard.memory_view import Curve, MemoryView
@@ -17,16 +18,16 @@ GIB = 2**30
 # component -> (colour, hatch): never colour alone
 COMPONENTS: Mapping[str, tuple[str, str]] = {
     "weights": (theme.SKY, ""), "activations": (theme.PINK, "."), "libraries": (theme.GREY, "-"),
-    "states": (theme.ORANGE, "\\"), "kv": (theme.GREEN, "/"), "runtime": (theme.GREY, "|"), "graphs": (theme.GREY, "+"),
+    "states": (theme.ORANGE, "\\"), "kv": (theme.GREEN, "/"), "outside": (theme.GREY, "+"),
 }  # fmt: skip
-NAMES = {"kv": "KV blocks", "runtime": "driver context"}
+NAMES = {"kv": "KV blocks", "outside": "context, graphs"}
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
 def rank_bars(view: MemoryView) -> Chart:
     """Memory of every kind of rank as a stacked bar, the budget and the capacity as lines, an overflow hatched."""
     figure, count = go.Figure(), len(view.ranks)
-    rows = [view.segments(rank) for rank in view.ranks]
+    rows = [_row(view, rank) for rank in view.ranks]
     for name, (colour, hatch) in COMPONENTS.items():
         sizes = [row[name] / GIB for row in rows]
         if not any(sizes):
@@ -37,7 +38,7 @@ def rank_bars(view: MemoryView) -> Chart:
         figure.add_bar(
             name=title, orientation="h", x=sizes, y=[i + 0.12 for i in range(count)], width=0.4,
             marker={"color": theme.transparent(colour, 0.75), "line": {"color": colour, "width": 1},
-                    "pattern": {"shape": hatch, "size": 6, "solidity": 0.14, "fgcolor": theme.QUIET}},
+                    "pattern": {"shape": hatch, "size": 6, "solidity": 0.12, "fgcolor": theme.QUIET, "fillmode": "overlay"}},
             text=[number(size) if size else "" for size in sizes], textposition="inside", insidetextanchor="middle",
             textangle=0, customdata=[rank.name for rank in view.ranks],
             hovertemplate="%{customdata}<br>" + title + " %{x:.3~g} GiB<extra></extra>",
@@ -68,15 +69,20 @@ def rank_bars(view: MemoryView) -> Chart:
     ends = [device, *(sum(size for name, size in row.items() if name != "unused") / GIB for row in rows)]
     figure.update_xaxes(range=[0, 1.02 * max(ends)], title_text="memory of a device (GiB)", nticks=6)
     figure.update_yaxes(range=[count - 0.42, -0.62], visible=False)
-    finish(figure, 130 + 76 * count)
+    finish(figure, 190 + 76 * count)
     figure.update_layout(barmode="stack", uniformtext={"minsize": 11, "mode": "hide"})
     return Chart(figure, _bars_alt(view, overflow), [_bar_row(view, i) for i in range(count)])
+
+
+def _row(view: MemoryView, rank: RankMemory) -> dict[str, float]:
+    row = view.segments(rank)
+    return {**row, "outside": row.pop("runtime") + row.pop("graphs")}
 
 
 def _bars_alt(view: MemoryView, overflow: Sequence[float]) -> str:
     said = []
     for rank, over in zip(view.ranks, overflow, strict=True):
-        row = view.segments(rank)
+        row = _row(view, rank)
         parts = ", ".join(f"{NAMES.get(n, n)} {number(row[n] / GIB)}" for n in COMPONENTS if row[n])
         end = f", {number(over)} GiB over the budget" if view.budget is None and over else ""
         said.append(f"{rank.name}: {parts} GiB{end}")
@@ -88,7 +94,7 @@ def _bars_alt(view: MemoryView, overflow: Sequence[float]) -> str:
 
 def _bar_row(view: MemoryView, index: int) -> dict[str, Any]:
     rank = view.ranks[index]
-    row = view.segments(rank)
+    row = _row(view, rank)
     return {
         "rank": rank.name, "layers": f"{rank.layers.start}–{rank.layers.stop - 1}",
         **{f"{NAMES.get(name, name)} (GiB)": number(row[name] / GIB) for name in (*COMPONENTS, "unused")},

@@ -135,7 +135,8 @@ def _curves(scenario: Scenario, placed: Placement, registry: Registry, wanted: i
     for name in registry.names("attention"):
         if name != model.variant:
             found.append(_curve(name, scenario.edited(attention=Choice(name=name)), registry, lengths))
-    return [curve for curve in found if curve is not None]
+    yours = found[0].sizes if found[0] is not None else ()
+    return [curve for curve in found if curve is not None and (curve.chosen or curve.sizes != yours)]
 
 
 def _curve(

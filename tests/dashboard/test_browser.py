@@ -93,8 +93,11 @@ class Tab:
         self.settle()
 
     def settle(self) -> None:
-        """Until the script is done, no skeleton is left, every chart is drawn and nothing moves; charts load lazily."""
-        self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]", timeout=60_000)
+        """Until the script has run, no skeleton is left, every chart is drawn and nothing moves.
+
+        Before its first run the script is "notRunning" too, and charts load lazily: a click on a page that is still
+        being laid out may hit what was there a moment ago.
+        """
         self.page.evaluate("window.seenLayout = null")
         self.page.wait_for_function(SETTLED, polling=100, timeout=60_000)
 
@@ -144,25 +147,13 @@ def tab(browser: Any, server: Server) -> Iterator[Callable[..., Tab]]:
         each.context.close()
 
 
-TITLES = {
-    "": "Techniques",
-    "techniques": "Techniques",
-    "compare": "Real vs predicted",
-    "memory": "Memory",
-    "roofline": "Roofline",
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "scheme"),
-    [(path, scheme) for path in ("", "techniques", "compare") for scheme in ("light", "dark")]
-    + [("memory", "dark"), ("roofline", "light")],
-)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["", "techniques", "compare"])
 def test_a_cold_deep_link_is_offline_and_quiet(tab, stored, path: str, scheme: str):
     t = tab(scheme=scheme)
     t.open(path)
     t.page.wait_for_selector(".js-plotly-plot .main-svg", timeout=30_000)
-    assert t.page.inner_text("h1") == TITLES[path]
+    assert ("Real vs predicted" if path == "compare" else "Techniques") in t.page.inner_text("h1")
     assert "could not be drawn" not in t.text() and "encountered an error" not in t.text()
     ground = t.page.evaluate("getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor")
     light = sum(int(v) for v in re.findall(r"\d+", ground)[:3]) > 380
@@ -176,8 +167,12 @@ NUM_CHARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", list(WIDTHS))
-@pytest.mark.parametrize("path", list(NUM_CHARTS))
+FITS, OVER = (path for path in NUM_CHARTS if path.startswith("memory"))  # one at each width
+
+
+@pytest.mark.parametrize(
+    ("path", "size"), [(p, s) for p in NUM_CHARTS for s in WIDTHS if (p, s) not in ((FITS, "phone"), (OVER, "desktop"))]
+)
 def test_charts_do_not_overlap_nor_stretch_and_have_words(tab, stored, path: str, size: str):
     width, height = WIDTHS[size]
     t = tab(width=width, height=height, scheme="dark" if size == "phone" else "light")
@@ -196,12 +191,15 @@ def test_charts_do_not_overlap_nor_stretch_and_have_words(tab, stored, path: str
         assert inside
     overlapping = t.page.evaluate(OVERLAP)
     assert overlapping == []
+    t.assert_clean()
 
 
 SETTLED = r"""
 () => {  // same layout in five looks, 100 ms apart, with nothing left to load or draw
   const charts = [...document.querySelectorAll('[data-testid=stPlotlyChart]')];
-  const busy = document.querySelector('[data-testid=stSkeleton]') || charts.some(c => !c.querySelector('.main-svg'));
+  const app = document.querySelector('[data-testid=stApp]'), title = document.querySelector('[data-testid=stMain] h1');
+  const idle = app && app.dataset.testScriptState === 'notRunning' && app.dataset.testConnectionState === 'CONNECTED';
+  const busy = !idle || !title || document.querySelector('[data-testid=stSkeleton]') || charts.some(c => !c.querySelector('.main-svg'));
   const blocks = [...document.querySelectorAll('[data-testid=stMain] [data-testid=stElementContainer]')];
   const look = busy ? Math.random() : blocks.map(e => { const r = e.getBoundingClientRect(); return [r.top, r.height].join(); }).join(';');
   const seen = window.seenLayout || {look: null, times: 0};
