@@ -64,6 +64,10 @@ def with_stored_format(spec: ModelSpec, c: Fields) -> ModelSpec:
     if method == "fp8" and not q.get("config_groups"):
         block = q.get("weight_block_size")
         bits = 8 + 32 / (block[0] * block[1]) if block else 8.0
+        left_out = _matcher([str(module) for module in q.get("modules_to_not_convert") or ()])
+        if any(left_out(name) for linear in block_linears(spec) for name in linear.names):
+            narrow = Format(bits, "fp8")
+            return _averaged(stored, lambda linear: None if any(map(left_out, linear.names)) else narrow)
         return replace(stored, weight_bits=bits, linear_dtype="fp8")
     if method in ("gptq", "awq"):
         bits, group = int(q.get("bits", 4)), int(q.get("group_size", 128))

@@ -15,7 +15,7 @@ from twinfer.core import technique
 from twinfer.core.errors import ConfigError
 from twinfer.core.spec import MLASpec, ModelSpec
 from twinfer.core.technique import Needs, Technique
-from twinfer.plugins.attention.softmax import engine_dtype_reasons
+from twinfer.plugins.attention.softmax import engine_dtype_reasons, trained_instead
 
 if TYPE_CHECKING:
     from twinfer.core.runtime.attention_latent import LatentAttention
@@ -68,7 +68,8 @@ class MLA(Technique):
         reasons, model = engine_dtype_reasons(needs), needs.model
         if model is None or model.mla is not None:
             return reasons
-        convert = f"{model.name} has {model.variant} weights, which cannot be converted to latents: "
+        asked = trained_instead(needs)
+        convert = f"{model.name} has {model.variant} weights, which cannot be converted to latents{asked}: "
         kind = str((model.rope_scaling or {}).get("rope_type") or (model.rope_scaling or {}).get("type") or "default")
         if model.qk_norm:
             reasons.append(convert + "its keys are normed head by head")

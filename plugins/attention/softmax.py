@@ -36,7 +36,7 @@ class SoftmaxAttention(Technique):
         if model is None:
             return reasons
         if model.mla is not None:
-            reasons.append(f"{model.name} stores latent vectors (MLA) instead of KV heads")
+            reasons.append(f"{model.name} stores latent vectors (MLA) instead of KV heads{trained_instead(needs)}")
         if model.attention_sinks and needs.world == "engine":
             reasons.append("attention sinks are not implemented")
         if model.v_dim != model.head_dim and model.mla is None:
@@ -72,6 +72,11 @@ class SoftmaxAttention(Technique):
         from twinfer.core.runtime.attention_torch import attention_of
 
         return attention_of(model)
+
+
+def trained_instead(needs: Needs) -> str:
+    """Where to ask about a model that was trained otherwise; nothing for the engine, which needs its weights."""
+    return " (`--attention trained` asks about one trained with them)" if needs.world == "simulator" else ""
 
 
 def engine_dtype_reasons(needs: Needs) -> list[str]:

@@ -195,6 +195,14 @@ def test_groups_name_their_targets() -> None:
     assert spec.linear_bits == pytest.approx((64 * 64 * 8 + (rest + ROUTER) * 16) / (ATTENTION + ROUTER))
 
 
+def test_fp8_leaves_out_the_modules_that_are_named() -> None:
+    plain = stored({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]})
+    assert (plain.weight_bits, plain.expert_bits, plain.linear_dtype) == (8.0, None, "fp8"), "routers are wide anyway"
+    wide = [f"model.layers.{i}.self_attn" for i in range(4)]
+    spec = stored({"quant_method": "fp8", "modules_to_not_convert": wide})
+    assert (spec.expert_bits, spec.expert_dtype) == (8.0, "fp8") and spec.linear_bits == pytest.approx(16)
+
+
 def test_kv_format_of_a_checkpoint_holds_until_another_is_asked_for() -> None:
     for q in (
         {
