@@ -2,20 +2,18 @@
 
     python bench/fidelity.py [--folder SYSTEMS] [--replay FOLDER] [--sample N] [--jobs 2] [--only a b c d]
 
-(a) kernel tables, leave-one-out, and what differs between versions of a stack
+(a) kernel tables, leave-one-out (`fidelity_tables.py`, `fidelity_experts.py`), and what differs between versions
 (b) served rows on Hopper (`fidelity_served.py`)
 (c) replay of 300 requests that vLLM served (`replay.py`)
 (d) figures that others have published (`fidelity_published.py`)
 
 Tables (a), (b) and (d) read the package aiconfigurator-core (`pip install 'twinfer[silicon]'`, or --folder), (c) a
-recorded run; what is not at hand is said and left out. A file `fidelity_*.py` beside this one that defines
-`tables(folder) -> Iterable[tuple[str, str]]` (titles and texts) is printed, too. Nothing is fitted by any of them.
+recorded run; what is not at hand is said and left out. Nothing is fitted by any of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import subprocess
 import sys
 import time
@@ -25,15 +23,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import fidelity_experts  # noqa: E402
 import fidelity_published  # noqa: E402
 import fidelity_served  # noqa: E402
 import fidelity_tables  # noqa: E402
 
-from twinfer.plugins.op_time.silicon import installed_folder  # noqa: E402
+from twinfer.plugins.op_time.silicon import SystemTables, installed_folder  # noqa: E402
 
 REPLAY = HERE.parent.parent / "shared" / "data" / "vllm_replay" / "rtxpro6000_llama31_8b"
 KERNELS = (("h100_sxm", "vllm"), ("h100_sxm", "trtllm"), ("h100_sxm", "sglang"), ("h200_sxm", "vllm"))
-OWN = {"fidelity_published", "fidelity_served", "fidelity_tables", "fidelity_cpu"}
 
 
 def title(text: str) -> None:
@@ -43,7 +41,10 @@ def title(text: str) -> None:
 def kernel_tables(folder: Path, shapes: int) -> None:
     for system, stack in KERNELS:
         title(f"(a) kernel tables, leave-one-out: {system}, {stack}")
-        print(fidelity_tables.text(fidelity_tables.left_out(folder, system, stack, shapes)))
+        print(fidelity_tables.text(fidelity_tables.left_out(folder, system, stack, shapes)), flush=True)
+        tables, device = SystemTables(folder / "data" / system, stack, None), fidelity_tables.device_of(system)
+        for row in fidelity_experts.table_rows(tables, device, max(8, shapes // 4)):
+            print(fidelity_tables.text([row]), flush=True)
     title("(a) the same kernels under two versions of a stack: h100_sxm, h200_sxm")
     for system in ("h100_sxm", "h200_sxm"):
         print(fidelity_tables.text(fidelity_tables.between_versions(folder, system)))
@@ -66,15 +67,6 @@ def served(folder: Path, number: int | None, jobs: int) -> None:
     print(fidelity_served.table(results, seen))
 
 
-def others(folder: Path) -> None:
-    for path in sorted(HERE.glob("fidelity_*.py")):
-        if path.stem not in OWN:
-            module = importlib.import_module(path.stem)
-            for name, text in module.tables(folder) if hasattr(module, "tables") else ():
-                title(name)
-                print(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="`systems` folder; default: of the installed aiconfigurator-core")
@@ -89,7 +81,6 @@ def main() -> None:
         print("(a), (b), (d) left out: aiconfigurator-core is not installed (pip install 'twinfer[silicon]'; --folder)")
     if folder is not None and "a" in args.only:
         kernel_tables(folder, args.shapes)
-        others(folder)
     if folder is not None and "b" in args.only:
         served(folder, args.sample, args.jobs)
     if "c" in args.only:

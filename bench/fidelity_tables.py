@@ -116,11 +116,12 @@ def between_versions(folder: Path, system: str) -> Rows:
             ]
             tables = {v: table_of(SystemTables(home, stack, v)) for v in versions}
             newest = table_of(SystemTables(home, stack, None))
+            spread = VERSION_SPREAD["gemm" if family == "gemm" else "comm"]
             for version, table in sorted(tables.items()):
                 if table is None or newest is None:
                     continue
                 pairs = [
-                    (s / other.seconds[other.points.index(p)] - 1, VERSION_SPREAD)
+                    (s / other.seconds[other.points.index(p)] - 1, spread)
                     for shape, curve in table.curves.items() if (other := newest.curves.get(shape)) is not None
                     for p, s in zip(curve.points, curve.seconds, strict=True) if p in other.points
                 ]  # fmt: skip

@@ -10,7 +10,9 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import simpy
@@ -84,15 +86,22 @@ def arrivals(
     inbox: SimInbox,
     requests: Iterable[Request] | Feeder,
     freed: Callable[[], simpy.Event] | None = None,
+    front_end: float = 0.0,
 ) -> Generator[simpy.Event, Any, None]:
     """Submit requests when they are due, then close the inbox.
 
     freed: an event that fires when a client of a closed loop may send again (`Feeder.note`).
+    front_end: s that a server works on each request, one after the other, before the engine gets it.
     """
     feeder = requests if isinstance(requests, Feeder) else Feeder(requests)
     while True:
-        for request in feeder.due(env.now):
-            inbox.put(Submit(request))
+        while due := feeder.due(env.now):
+            for request in due:
+                if front_end:
+                    yield env.timeout(front_end)
+                    if not request.arrival:  # 0 would mean that it came when the engine got it
+                        request = replace(request, arrival=sys.float_info.min)
+                inbox.put(Submit(request))
         if feeder.exhausted:
             break
         when = feeder.next_time()

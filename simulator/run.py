@@ -23,7 +23,7 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -82,6 +82,7 @@ def simulate(
     requests: Sequence[Request] | None = None,
     detail: Detail | None = None,
     skip: bool = True,
+    front_end: float = 0.0,
 ) -> RunRecord:
     """Predict the run of `workload` on an engine set up by `config`.
 
@@ -90,10 +91,11 @@ def simulate(
     texts; without it their lengths are estimated (`reasons` says so).  requests: instead of those that `workload` makes,
     sorted by arrival (the replay of a real run).  detail: what the record keeps (`Recorder`); None keeps steps up to
     MAX_KEPT_TOKENS of answers.  skip: take many steps as one event where that changes nothing.
+    front_end: s that a server works on each request, one after the other, before the engine gets it (HTTP, tokenizing).
     Raises ConfigError, ModelError or RequestError for what cannot be run; nothing is simulated then.
     """
     registry = registry or default_registry()
-    world = prepare(config, workload, registry, device, encode, requests)
+    world = replace(prepare(config, workload, registry, device, encode, requests), front_end=front_end)
     on_progress = on_progress or (lambda done, total, info: None)
     detail = detail or world.detail()
     record, sigma = run_world(world, 1.0, on_progress, should_stop, keep=True, detail=detail, skip=skip)
@@ -125,6 +127,7 @@ class World:
     concurrency: int | None
     chain: OpTimeChain
     ops_of: Callable[[StepShape], Sequence[Op]]
+    front_end: float = 0.0
 
     @property
     def at_once(self) -> bool:
@@ -280,7 +283,7 @@ def run_world(
             on_progress(done, total, {"steps": core.num_steps, "simulated_s": now, "running": len(core.running)})
 
     hook = world.registry.observers if keep else None
-    env.process(arrivals(env, inbox, feeder, freed))
+    env.process(arrivals(env, inbox, feeder, freed, world.front_end))
     process = env.process(engine(env, core, executor, inbox, recorder, emit, hook, skip))
     try:
         env.run(process)

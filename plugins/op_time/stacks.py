@@ -3,12 +3,14 @@
     gemm in FP8       every table was measured from 16-bit inputs, so it holds the kernel that narrows them; a stack that
                       narrows inside the kernel before (a norm, an activation, attention) saves that kernel
     norms, ...        streaming kernels: bytes at the bandwidth, and per launch the least that a measured kernel takes
+    host              1.5 ms for a step of few rows, 7 ms for one of 128
     rope_kv_write     one launch, or part of the measured attention
 
 Sources, read 2026-11: the collectors that made the tables (aiconfigurator, `collector/<stack>/collect_gemm.py`:
 `RowParallelLinear.forward` and `Linear.forward` on bfloat16, in CUDA graphs; `collect_attn.py`: queries, keys and
 values come after rotation, TensorRT-LLM's with rotation and write inside); its models, which count no narrowing before
-`o_proj` and `down_proj` under TensorRT-LLM; vLLM's compilation, which fuses norm or activation with static narrowing.
+`o_proj` and `down_proj` under TensorRT-LLM; vLLM's compilation, which fuses norm or activation with static narrowing. The CPU's part: 0.5 to 2 ms of planning and 1 to
+5 ms of preparing inputs in a step of vLLM (inference-sim, issue 482), from few rows to 128; the same for all stacks.
 
 Invariants
 * Only facts of stacks, nothing fitted; a stack that is not listed fuses nothing.
@@ -25,10 +27,13 @@ class Stack:
     """narrowed_before: linears whose FP8 input is narrowed (one scale a tensor) by the kernel before.
 
     launches: of elementwise ops that are not one; 0 where the measured attention does it.
+    host_step, host_row: s of CPU work for a step and for each of its rows (planning, inputs, outputs).
     """
 
     narrowed_before: frozenset[str] = frozenset()
     launches: Mapping[str, int] = field(default_factory=dict)
+    host_step: float = 1.5e-3
+    host_row: float = 4.3e-5
 
 
 STACKS = {

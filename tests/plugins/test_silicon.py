@@ -12,9 +12,10 @@ import pytest
 
 from twinfer.core.device import load_device
 from twinfer.core.errors import ConfigError
+from twinfer.core.op_time import host_op
 from twinfer.core.registry import Registry
 from twinfer.core.technique import Needs
-from twinfer.core.work import Op, RowShape
+from twinfer.core.work import Op, RowShape, StepShape
 from twinfer.plugins.op_time import silicon
 from twinfer.plugins.op_time.kernel_tables import KernelTable, median_rows
 from twinfer.plugins.op_time.silicon import Silicon, SystemTables
@@ -286,3 +287,9 @@ def test_an_all_reduce_that_does_the_norm_saves_its_launch(fp8: Path) -> None:
     plain, fused = (model(fp8, stack="trtllm", fused_all_reduce=f).time(op, H100) for f in (False, True))
     assert plain is not None and fused is not None
     assert plain.seconds == pytest.approx(20e-6) and fused.seconds == pytest.approx(15e-6, rel=0.02)
+
+
+def test_the_cpu_part_of_a_step_is_that_of_a_serving_stack(systems: Path) -> None:
+    few, many = (model(systems).time(host_op(StepShape.decode(*[10] * n)), H100) for n in (1, 128))
+    assert few is not None and many is not None
+    assert few.seconds == pytest.approx(1.5e-3, rel=0.05) and many.seconds == pytest.approx(7e-3, rel=0.01)

@@ -297,3 +297,15 @@ def test_attention_groups_share_experts() -> None:
     )
     assert flat.config["num_devices"] == wide.config["num_devices"] == 4
     assert wide.config["num_kv_blocks"] % 2 == 0, "two groups with equally many"
+
+
+def test_a_front_end_takes_requests_one_after_the_other() -> None:
+    workload = Workload(num_requests=3, rate=float("inf"), input_len=50, output_len=5)
+    config = EngineConfig(model="llama-3.1-8b", device="h100-sxm")
+    alone, served = (simulate(config, workload, REGISTRY, front_end=s) for s in (0.0, 1.0))
+    check(served, 3)
+    for number, (a, b) in enumerate(zip(alone.requests, served.requests, strict=True), 1):
+        assert a.first_token is not None and b.first_token is not None and b.arrival < 1e-300
+        assert b.first_token == pytest.approx(number + simulate(config, workload.model_copy(
+            update={"num_requests": 1}), REGISTRY).requests[0].first_token, rel=1e-3)  # fmt: skip
+        assert a.first_token < 1 < b.first_token
