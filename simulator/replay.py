@@ -33,7 +33,7 @@ from twinfer.core.spec import ModelSpec
 from twinfer.core.work import StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate
 from twinfer.plugins.workload.synthetic import _tokens
-from twinfer.simulator.run import OnProgress, ShouldStop, prepare, simulate
+from twinfer.simulator.run import OnProgress, ShouldStop, prepare, run_world
 from twinfer.simulator.step_time import StepCost, StepTimer
 
 _FED, _SAMPLED = RowResult(), RowResult(tokens=(0,))
@@ -92,10 +92,10 @@ def replay(
     if not real.complete:
         raise ConfigError("RUN", real.id, "was stopped early", "replay a run that is complete")
     workload, requests, notes = requests_of(real, config, registry, encode)
-    predicted = simulate(config, workload, registry, device, on_progress, should_stop, requests=requests)
+    world = prepare(config, workload, registry, device, None, requests)
+    predicted, _ = run_world(world, 1.0, on_progress or (lambda done, total, info: None), should_stop, keep=True)
     if not predicted.complete:
         raise ReplayStopped("replay stopped")
-    world = prepare(config, workload, registry, device, None, requests)
     steps: list[PricedStep] = []
     if real.steps:
         feeder = Feeder(requests, workload.concurrency)

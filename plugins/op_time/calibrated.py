@@ -327,8 +327,8 @@ def calibration_of(device: DeviceSpec) -> Calibration | None:
 
 def is_outdated(device: DeviceSpec) -> bool:
     """Whether the device's tables are of a version that is not read any more."""
-    given = getattr(device, "calibration", None)
-    return bool(given) and given.get("version", VERSION) < VERSION
+    given = getattr(device, "calibration", None) or {}
+    return bool(given.get("version", VERSION) < VERSION)
 
 
 def lookup_of(device: DeviceSpec, of: Format | None = None) -> Lookup | None:
