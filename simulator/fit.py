@@ -52,20 +52,26 @@ def fit(found: Measured, spec: ModelSpec, ops_of: OpsOf | None = None) -> Tables
         for op in ops_of(step.shape):
             by_name.setdefault(op.name, []).append(op)
         (small if _features(step.shape)["small"] else steps).append((by_name, step))
+    usual = [entry for entry in steps if not _reads_far(entry[1].shape)]
     timed = {name for _, step in steps for name in step.ops}
     tables = Tables(
         format=Format.of(spec),
         quantizer=found.quantizer,
         model=found.model,
-        gemm=(*_model_gemms(steps), *_grid_gemms(found, spec)),
+        gemm=(*_model_gemms(usual), *_grid_gemms(found, spec)),
         attention=_attention([*steps, *(entry for entry in small if _attends(entry[1]))]),
-        curves=_curves(steps),
+        curves=_curves(usual),
         inside=tuple(sorted({name for ops, _ in steps for name in ops} - timed)),
         around=_around(found),
         drift=found.drift,
         jitter=found.jitter,
     )
     return tables.model_copy(update={"host": _host(steps, small, tables)})
+
+
+def _reads_far(shape: StepShape) -> bool:
+    """Whether a chunk reads a context far longer than itself: what comes after its attention finds cold caches."""
+    return any(row.queries > 1 and row.keys > 3 * row.queries for row in shape.rows)
 
 
 def levelled(tables: Tables, found: Measured, seconds_of: Callable[[StepShape], float]) -> tuple[Tables, list[float]]:
