@@ -51,11 +51,15 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One step run by the engine's executor: the whole of it, and each op by name (all launches)."""
+    """One step run by the engine's executor: the whole of it, and each op by name (all launches).
+
+    first: s of its very first two runs in a row, where the engine recorded its pass in the second one.
+    """
 
     shape: StepShape
     total: Timing
     ops: dict[str, Timing]
+    first: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Measured:
 
     quantizer: as chosen, with its options, "" for none.  kv_dtype: "" for that of the activations.
     drift: relative standard deviation of the machine's speed over the measurement, by a step that was repeated
-    throughout.  jitter: the same of one step against its neighbours in time.
+    throughout.  jitter: the same of one step against its neighbours in time.  records: small passes are recorded and
+    repeated as one call (`core/runtime/replay.py`).
     """
 
     model: str
@@ -105,5 +110,6 @@ class Measured:
     copy_bandwidth: float = 0.0  # B/s, read plus written, of one large copy
     drift: float = 0.0
     jitter: float = 0.0
+    records: bool = True
     fingerprint: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0  # that the measurement took

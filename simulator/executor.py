@@ -17,6 +17,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.flock import Run, Stretch
 from twinfer.core.plan import Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
+from twinfer.simulator.recorded_passes import RecordedPasses
 from twinfer.simulator.step_time import DecodeCost, StepTimer
 
 _SAMPLED = RowResult(tokens=(0,))
@@ -26,6 +27,9 @@ _PLAIN = {need: _FED if need is Need.NONE else _SAMPLED for need in Need}
 
 class CostExecutor:
     """`scale` multiplies every step (the slow and fast ends of a band). `ops`: whether results say what each op took."""
+
+    passes: RecordedPasses | None = None
+    """Set where the engine records its passes: then a step costs more while its shape is new."""
 
     def __init__(self, timer: StepTimer, scale: float = 1.0, ops: bool = True) -> None:
         self._timer = timer
@@ -50,6 +54,8 @@ class CostExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         cost = self._timer.cost(plan, self._ops)
+        if self.passes is not None:
+            cost = self.passes.added(plan, cost)
         self._seconds += cost.seconds
         self._sigma += cost.sigma
         if self._beams:
@@ -65,7 +71,7 @@ class CostExecutor:
     @property
     def serves_runs(self) -> bool:
         """Whether the cost of decoding follows from the mean context of the sequences alone."""
-        return not self._timer.windows
+        return not self._timer.windows and self.passes is None
 
     def decode(self, run: Run) -> list[float]:
         """Seconds of each step of `run`; `took` says how many of them were taken."""

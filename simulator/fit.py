@@ -51,7 +51,7 @@ def fit(found: Measured, spec: ModelSpec, ops_of: OpsOf | None = None) -> Tables
         by_name: dict[str, list[Op]] = {}
         for op in ops_of(step.shape):
             by_name.setdefault(op.name, []).append(op)
-        (small if _features(step.shape)["small"] else steps).append((by_name, step))
+        (small if found.records and _features(step.shape)["small"] else steps).append((by_name, step))
     usual = [entry for entry in steps if not _reads_far(entry[1].shape)]
     timed = {name for _, step in steps for name in step.ops}
     tables = Tables(
@@ -63,10 +63,23 @@ def fit(found: Measured, spec: ModelSpec, ops_of: OpsOf | None = None) -> Tables
         curves=_curves(usual),
         inside=tuple(sorted({name for ops, _ in steps for name in ops} - timed)),
         around=_around(found),
+        **_recording(found),
         drift=found.drift,
         jitter=found.jitter,
     )
     return tables.model_copy(update={"host": _host(steps, small, tables)})
+
+
+def _recording(found: Measured) -> dict[str, float]:
+    """What the first and the second step of a shape take longer than the later ones, which repeat a recording."""
+    firsts = [(step.first, step.total.seconds) for step in found.steps if step.first is not None]
+    if not found.records or not firsts:
+        return {}
+    more = [(first - usual, second - usual) for (first, second), usual in firsts]
+    return {
+        "written": max(0.0, float(np.median([a for a, _ in more]))),
+        "recorded": max(0.0, float(np.median([b for _, b in more]))),
+    }
 
 
 def _reads_far(shape: StepShape) -> bool:

@@ -33,7 +33,8 @@ from twinfer.core.spec import ModelSpec
 from twinfer.core.work import StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate
 from twinfer.plugins.workload.synthetic import _tokens
-from twinfer.simulator.run import OnProgress, ShouldStop, prepare, run_world
+from twinfer.simulator.recorded_passes import RecordedPasses
+from twinfer.simulator.run import OnProgress, ShouldStop, passes_of, prepare, run_world
 from twinfer.simulator.step_time import StepCost, StepTimer
 
 _FED, _SAMPLED = RowResult(), RowResult(tokens=(0,))
@@ -99,7 +100,7 @@ def replay(
     steps: list[PricedStep] = []
     if real.steps:
         feeder = Feeder(requests, workload.concurrency)
-        bound = _Bound(real.steps, world.timer, feeder, should_stop)
+        bound = _Bound(real.steps, world.timer, passes_of(world), feeder, should_stop)
         drive(world.setup.build_core(), bound, bound, bound.clock, bound.emit)
         steps = bound.priced
         if len(steps) < len(real.steps) or bound.extra:
@@ -165,9 +166,16 @@ class _Bound:
     """Executor, inbox and clock of the bound replay: time passes as it did in the record."""
 
     def __init__(
-        self, steps: Sequence[StepRecord], timer: StepTimer, feeder: Feeder, should_stop: Callable[[], bool] | None
-    ) -> None:
-        self._real, self._timer, self._feeder, self._should_stop = steps, timer, feeder, should_stop
+        self, steps: Sequence[StepRecord], timer: StepTimer, passes: RecordedPasses | None, feeder: Feeder,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:  # fmt: skip
+        self._real, self._timer, self._passes, self._feeder, self._should_stop = (
+            steps,
+            timer,
+            passes,
+            feeder,
+            should_stop,
+        )
         self._now = 0.0
         self.priced: list[PricedStep] = []
         self.extra = 0
@@ -200,6 +208,8 @@ class _Bound:
         if self._should_stop is not None and self._should_stop():
             raise ReplayStopped("replay stopped")
         cost = self._timer.cost(plan)
+        if self._passes is not None:
+            cost = self._passes.added(plan, cost)
         at = len(self.priced)
         if at < len(self._real):
             real = self._real[at]

@@ -46,11 +46,12 @@ from twinfer.core.request import Request
 from twinfer.core.setup import Setup
 from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate, source_of
-from twinfer.plugins.op_time.calibrated import coverage, jitter_of
+from twinfer.plugins.op_time.calibrated import coverage, jitter_of, recording_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.machine import differences
 from twinfer.simulator.op_time import OpTimeChain, build_chain
+from twinfer.simulator.recorded_passes import RecordedPasses, warm_shape
 from twinfer.simulator.step_time import StepTimer
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
@@ -234,6 +235,16 @@ class StoppableExecutor(CostExecutor):
         return super().decode(run)
 
 
+def passes_of(world: World) -> RecordedPasses | None:
+    """The recordings of an engine that makes any, as it starts with them."""
+    config = world.setup.config
+    measured = any(model.name == "calibrated" for model in world.chain.models)
+    found = recording_of(world.device, world.setup.model) if measured and config.tp == 1 else None
+    if found is None:
+        return None
+    return RecordedPasses(*found, [warm_shape(world.requests, world.setup.limits.max_num_seqs)])
+
+
 def run_world(
     world: World,
     scale: float,
@@ -251,6 +262,7 @@ def run_world(
     setup = world.setup
     core = setup.build_core()
     executor = StoppableExecutor(world.timer, scale, keep and detail == "steps")
+    executor.passes = passes_of(world)
     recorder = Recorder(
         "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
         environment=world.environment, reasons=world.reasons, keep_ops=keep, detail=detail,

@@ -368,8 +368,17 @@ def jitter_of(device: DeviceSpec, model: ModelSpec) -> float:
     return found.tables[0].jitter if found is not None and found.tables else 0.0
 
 
+def recording_of(device: DeviceSpec, model: ModelSpec) -> tuple[float, float] | None:
+    """Seconds that the first and the second step of a shape take longer; None where passes are not recorded."""
+    found = lookup_of(device, Format.of(model))
+    if found is None or not found.tables or not found.tables[0].recorded:
+        return None
+    first = found.tables[0]
+    return first.written * first.level, first.recorded * first.level
+
+
 __all__ = [
     "ATTENTION_TERMS", "HOST_TERMS", "Calibrated", "Calibration", "Curve", "Fit", "Format", "GemmTable", "Lookup",
     "Tables", "attention_features", "calibration_of", "coverage", "dot", "grouped_name", "host_features", "is_outdated",
-    "jitter_of", "lookup_of", "on_curve",
+    "jitter_of", "lookup_of", "on_curve", "recording_of",
 ]  # fmt: skip

@@ -104,6 +104,7 @@ class Tables(_Stored):
     attention: seconds per unit of `attention_features`.  curves: by op name.  inside: ops that were never told apart
     from their neighbours, whose times hold theirs.  host: seconds of a step that are in no op.  around: seconds of the
     loop between two steps.
+    written, recorded: seconds that the first and the second step of a shape take longer where passes are recorded.
     level: whole runs over the sum of their steps as tabled.  level_spread: how far runs differ in that.
     drift, jitter: relative standard deviations of the machine's speed, over a minute and from step to step.
     """
@@ -118,6 +119,8 @@ class Tables(_Stored):
     inside: tuple[str, ...] = ()
     host: Fit | None = None
     around: Fit | None = None
+    written: float = 0.0
+    recorded: float = 0.0
     level: float = 1.0
     level_spread: float = 0.0
     drift: float = 0.0
