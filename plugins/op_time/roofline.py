@@ -105,7 +105,7 @@ class Roofline(Technique):
         if op.kind == "gemm":
             grouped = isinstance(op.of, MoEShape)
             curve = pick(curves.experts, op.dtype) if grouped else None
-            curve = curve or pick(curves.gemm, op.dtype)
+            curve = curve or gemm_curve(curves, device, op.dtype)
             peak = peak_flops(device, op.dtype)
             if curve is None:
                 seconds = max(op.flops / peak, op.bytes / bandwidth)
@@ -210,6 +210,15 @@ def peak_flops(device: DeviceSpec, dtype: str) -> float:
     if found is None:
         found = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
     return float(found)
+
+
+def gemm_curve(curves: Curves, device: DeviceSpec, dtype: str) -> GemmCurve | None:
+    """Constants of products in `dtype`: of FP4 without any of its own those of FP8, or of 16 bits where a device has no
+    FP4 units and computes in them."""
+    found: GemmCurve | None = pick(curves.gemm, dtype)
+    if found is None and dtype == "fp4":
+        found = pick(curves.gemm, "fp8" if dtype in device.peak_flops else "bfloat16")
+    return found
 
 
 def pick(table: Mapping[str, Any], dtype: str) -> Any:

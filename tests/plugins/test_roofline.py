@@ -13,7 +13,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import host_op
 from twinfer.core.registry import Registry
 from twinfer.core.work import Op, RowShape, StepShape, step_ops
-from twinfer.plugins.op_time.roofline import Curves, Roofline, curves_of, on_curve
+from twinfer.plugins.op_time.roofline import Curves, Roofline, curves_of, gemm_curve, on_curve
 
 REGISTRY = Registry(entry_points=False)
 H100 = load_device("h100-sxm", REGISTRY)
@@ -117,3 +117,15 @@ def test_every_shipped_device_has_well_formed_curves() -> None:
 
     for device in all_devices(REGISTRY):
         curves_of(device)
+
+
+def test_fp4_takes_the_curve_of_fp8_where_there_are_units_and_of_16_bits_where_there_are_none() -> None:
+    for name, like in (("b200", "fp8"), ("h100-sxm", "bfloat16")):
+        device = load_device(name)
+        curves = curves_of(device)
+        assert curves is not None and gemm_curve(curves, device, "fp4") == curves.gemm[like]
+    op = Op("g", "gemm", 2.0 * 4096**3, 4096**2 * 2.5, 4096**2 * 2.0, "fp4", shape=(4096, 4096, 4096))
+    wide = replace(op, dtype="bfloat16")
+    h100, b200 = load_device("h100-sxm"), load_device("b200")
+    assert Roofline().time(op, h100) == Roofline().time(wide, h100)
+    assert Roofline().time(op, b200).seconds < Roofline().time(wide, b200).seconds / 2
