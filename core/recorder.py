@@ -66,6 +66,11 @@ class Recorder:
         self._alive: dict[str, int] = {}  # samples of a request that have not ended
         self._duplicates: list[str] = []  # ids submitted again while a request of that name was alive
 
+    @property
+    def tally(self) -> Tally | None:
+        """What is kept of steps and gaps in detail `requests`."""
+        return self._tally
+
     def submitted(self, request: Request, now: float) -> None:
         """A request arrived; its own `arrival` counts if it is set, else `now` (driver clock)."""
         if request.id in self._alive:  # Core turns it away, the first one stays

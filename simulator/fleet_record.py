@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from twinfer.core.records import RequestRecord, RunRecord, compute_metrics, summary
+from twinfer.core.records import RequestRecord, RunRecord, Tally, compute_metrics, summary
 from twinfer.core.request import Request
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
             by_piece.setdefault(entry.request_id, []).append(entry)
         for step in part.steps:
             step.replica = replica.index
+    tally = None if run.detail == "steps" else Tally()
+    for replica in run.replicas:
+        if tally is not None and replica.recorder.tally is not None:
+            tally.merge(replica.recorder.tally)
     requests: list[RequestRecord] = []
     for request in run.arrived:
         pieces = run.several.get(request.id)
@@ -40,7 +44,8 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
             requests += entries or [RequestRecord(request_id=request.id, arrival=request.arrival,
                                                   num_prompt_tokens=len(request.prompt))]  # fmt: skip
         else:
-            requests += _joined(request, [(run.replicas[index], by_piece.get(piece, [])) for index, piece in pieces])
+            found = [(run.replicas[index], by_piece.get(piece, [])) for index, piece in pieces]
+            requests += _joined(request, found, tally)
     first = parts[0]
     record = replace(
         first,
@@ -50,7 +55,7 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
         requests=requests,
         complete=complete,
     )
-    record.metrics = compute_metrics(record) | _fleet_metrics(run)
+    record.metrics = compute_metrics(record, tally) | _fleet_metrics(run)
     peaks = [part.metrics["peak_kv_bytes"] for part in parts if part.metrics["peak_kv_bytes"] is not None]
     record.metrics["peak_kv_bytes"] = max(peaks, default=None)  # pools may differ in bytes per token
     record.metrics["replicas"] = [
@@ -59,8 +64,13 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
     return record
 
 
-def _joined(request: Request, pieces: Sequence[tuple[Replica, Sequence[RequestRecord]]]) -> list[RequestRecord]:
-    """One record per sample, from its pieces in order; a replica that failed at once may have none."""
+def _joined(
+    request: Request, pieces: Sequence[tuple[Replica, Sequence[RequestRecord]]], tally: Tally | None
+) -> list[RequestRecord]:
+    """One record per sample, from its pieces in order; a replica that failed at once may have none.
+
+    tally: where gaps between tokens are counted that are not kept.
+    """
     seen = [(replica, entry) for replica, entries in pieces for entry in entries]
     if request.params.num_samples > 1:  # several samples begin anew after a failure
         last = pieces[-1][1]
@@ -79,8 +89,10 @@ def _joined(request: Request, pieces: Sequence[tuple[Replica, Sequence[RequestRe
         if entry.first_token is not None:
             if whole.last_token is None:
                 whole.first_token = entry.first_token
-            else:
+            elif tally is None:
                 whole.itl.append(entry.first_token - whole.last_token)
+            else:
+                tally.gaps.add(entry.first_token - whole.last_token, 1)
             whole.itl += entry.itl
             whole.last_token = entry.last_token
         whole.num_output_tokens += entry.num_output_tokens

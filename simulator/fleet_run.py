@@ -27,7 +27,7 @@ from twinfer.core.feeder import Feeder
 from twinfer.core.fleet import Fleet
 from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.plan import Need, StepPlan
-from twinfer.core.recorder import Recorder
+from twinfer.core.recorder import Detail, Recorder
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
@@ -52,12 +52,14 @@ def simulate_fleet(
     *,
     encode: Encode | None = None,
     bands: bool = True,
+    detail: Detail | None = None,
+    skip: bool = True,
 ) -> RunRecord:
     """Predict the run of `workload` on `fleet`.
 
     The record is that of `simulate` for the whole fleet: the same metrics, steps of all replicas by their start, one
     request however many replicas it saw; `metrics["replicas"]` has those of each replica.
-    device: overrides the device of both pools.  on_progress, should_stop, encode: as for `simulate`.
+    device: overrides the device of both pools.  on_progress, should_stop, encode, detail, skip: as for `simulate`.
     bands: work out the 80 % bands, which takes two more runs unless everything arrives at once.
     Raises ConfigError, ModelError, RequestError or PluginError for what cannot be run.
     """
@@ -65,12 +67,19 @@ def simulate_fleet(
     tell = on_progress or (lambda done, total, info: None)
     pools = prepare_pools(fleet, workload, registry, device, encode)
     total = len(pools["engine"].requests)
-    record, sigma = FleetRun(fleet, pools, 1.0, tell, should_stop, keep=True).run()
+    detail = detail or pools["engine"].detail()
+    record, sigma = FleetRun(fleet, pools, 1.0, tell, should_stop, keep=True, detail=detail, skip=skip).run()
     if record.complete and bands:
 
         def again(scale: float) -> RunRecord:
             return FleetRun(
-                fleet, pools, scale, lambda done, all_, info: tell(total, total, info), should_stop, keep=False
+                fleet,
+                pools,
+                scale,
+                lambda done, all_, info: tell(total, total, info),
+                should_stop,
+                detail=detail,
+                skip=skip,
             ).run()[0]
 
         scales = fleet.only_replicas and pools["engine"].at_once
@@ -102,7 +111,7 @@ def prepare_pools(
 
 
 class FleetRun:
-    """One run. `scale` multiplies every step; `keep` keeps op times and tells observers."""
+    """One run. `scale` multiplies every step; `keep` keeps op times and tells observers; the others as for `simulate`."""
 
     def __init__(
         self,
@@ -112,7 +121,11 @@ class FleetRun:
         on_progress: OnProgress = lambda done, total, info: None,
         should_stop: ShouldStop | None = None,
         keep: bool = False,
+        detail: Detail = "steps",
+        skip: bool = True,
     ) -> None:
+        self.detail: Detail = detail
+        self.skip = skip
         self.fleet = fleet
         self.pools = pools
         self.scale = scale
@@ -156,11 +169,11 @@ class FleetRun:
         setup = world.setup
         recorder = Recorder(
             "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
-            environment=world.environment, reasons=world.reasons, keep_ops=self.keep,
+            environment=world.environment, reasons=world.reasons, keep_ops=self.keep, detail=self.detail,
         )  # fmt: skip
         replica = Replica(
             self.env, len(self.replicas), front.pool, world, recorder, scale=self.scale,
-            hook=world.registry.observers if self.keep else None, should_stop=self._should_stop,
+            hook=world.registry.observers if self.keep else None, skip=self.skip, should_stop=self._should_stop,
             on_outputs=self._emitted, on_launch=self._launched if self.transfers is not None else None,
             history=front.history,
         )  # fmt: skip

@@ -70,20 +70,21 @@ class Replica:
         *,
         scale: float = 1.0,
         hook: Any = None,
+        skip: bool = True,
         should_stop: ShouldStop | None = None,
         on_outputs: OnOutputs,
         on_launch: OnLaunch | None = None,
         history: PrefixIndex | None = None,
     ) -> None:
         self._env = env
-        self._hook = hook
+        self._hook, self._skip = hook, skip
         self._history = history
         self._on_outputs = on_outputs
         self.index = index
         self.pool = pool
         self.world = world
         self.recorder = recorder
-        self.executor = ReplicaExecutor(world.timer, scale)
+        self.executor = ReplicaExecutor(world.timer, scale, recorder.keep_ops and recorder.detail == "steps")
         self.executor.should_stop = should_stop
         if on_launch is not None:
             self.executor.on_launch = lambda plan, seconds: on_launch(self, plan, seconds)
@@ -114,7 +115,7 @@ class Replica:
         self.rent()
         self.state = "serving"
         self.process = self._env.process(
-            engine(self._env, self.core, self.executor, self.inbox, self.recorder, self._emit, self._hook)
+            engine(self._env, self.core, self.executor, self.inbox, self.recorder, self._emit, self._hook, self._skip)
         )
 
     def stop(self) -> None:

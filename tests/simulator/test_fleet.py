@@ -50,13 +50,14 @@ def pools_of(fleet: Fleet) -> dict[str, World]:
     return _pools[key]
 
 
-def run(fleet: Fleet, requests: Sequence[Request]) -> tuple[FleetRun, RunRecord]:
+def run(fleet: Fleet, requests: Sequence[Request], **how: Any) -> tuple[FleetRun, RunRecord]:
     """One run, and what holds of every run."""
     base = Fleet(engine=fleet.engine, decode=fleet.decode, decode_replicas=min(1, fleet.decode_replicas))
     pools = {name: replace(world, requests=requests) for name, world in pools_of(base).items()}
-    done = FleetRun(fleet, pools)
+    done = FleetRun(fleet, pools, **how)
     record, _ = done.run()
-    check(done, record, requests)
+    if done.detail == "steps":
+        check(done, record, requests)
     return done, record
 
 
@@ -364,6 +365,48 @@ def test_slow_links_are_left_alone() -> None:
     requests = [replace(ask(0, 900, 2, at=float(i)), id=f"r{i}") for i in range(2)]
     _, record = run(Fleet(engine=ENGINE, replicas=2, shared_tier_bytes=2**34, kv_bandwidth=1e9), requests)
     assert record.metrics["tier_loads"] == 0
+
+
+# --- many steps as one --------------------------------------------------------------------------------------
+
+CROWD = [ask(i, 60 + 37 * i % 400, 5 + 11 * i % 60, at=0.013 * i, prefix=i % 3) for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        Fleet(engine=ENGINE, replicas=3, router="kv_aware"),
+        Fleet(engine=ENGINE, replicas=2, router="prefix_aware", mtbf=0.2, load_bandwidth=1e12),
+        Fleet(
+            engine=ENGINE, replicas=2, decode=ENGINE, decode_replicas=2, kv_bandwidth=5e9, kv_overlap=True,
+            failures=(Failure(replica=2, at=0.31), Failure(replica=0, at=0.17)), load_bandwidth=1e12,
+        ),
+        Fleet(
+            engine=ENGINE, load_bandwidth=1e12, host_tier_bytes=2**33,
+            autoscaler=Autoscaler(max_replicas=3, target_busy=0.4, interval_s=0.1, down_after_s=0.2),
+        ),
+    ],
+)  # fmt: skip
+def test_taking_many_steps_as_one_changes_nothing(fleet: Fleet) -> None:
+    _, stepped = run(fleet, CROWD, skip=False)
+    _, skipped = run(fleet, CROWD)
+    assert [r.replica for r in skipped.requests] == [r.replica for r in stepped.requests]
+    for a, b in zip(skipped.requests, stepped.requests, strict=True):
+        assert (a.num_output_tokens, a.num_cached_tokens, a.num_preemptions) == (
+            b.num_output_tokens, b.num_cached_tokens, b.num_preemptions
+        )  # fmt: skip
+        assert [a.first_token, a.last_token, *a.itl] == pytest.approx([b.first_token, b.last_token, *b.itl], abs=1e-9)
+    assert len(skipped.steps) == len(stepped.steps)
+    _, brief = run(fleet, CROWD, detail="requests")
+    assert not brief.steps and not any(r.itl for r in brief.requests)
+    for name in ("num_steps", "num_completed", "num_reroutes", "num_failures"):
+        assert brief.metrics[name] == stepped.metrics[name]
+    for name in ("output_throughput", "kv_waste", "peak_kv_bytes", "replica_seconds"):
+        assert brief.metrics[name] == pytest.approx(stepped.metrics[name], rel=1e-6)
+    for name in ("ttft", "tpot", "e2e"):
+        assert brief.metrics[name] == pytest.approx(stepped.metrics[name], rel=1e-6)
+    assert brief.metrics["itl"]["mean"] == pytest.approx(stepped.metrics["itl"]["mean"], rel=1e-6)
+    assert brief.metrics["itl"]["p99"] == pytest.approx(stepped.metrics["itl"]["p99"], rel=0.01)
 
 
 # --- everything at once -----------------------------------------------------------------------------------
