@@ -76,7 +76,7 @@ def model_errors(table: KernelTable, models: int, rng: random.Random) -> Iterato
             for shape, curve in table.curves.items() if shape not in mine
             for point, seconds in zip(curve.points, curve.seconds, strict=True)
         }  # fmt: skip
-        other = KernelTable(rest, table.bound)
+        other = KernelTable(rest, table.bound, slow=table.slow)
         for shape in mine[::4]:
             curve = table.curves[shape]
             for point, seconds in zip(curve.points, curve.seconds, strict=True):

@@ -29,6 +29,8 @@ Read = Callable[[str, str, str, list[str]], Mapping[str, list[Any]] | None]
 
 _LAUNCH = 14e-6  # s: routing, permutation, two products, activation and sum
 _TILE = 16  # rows that a product computes at least per expert
+SLOW = 0.8  # octaves: whole shapes of some tables took four times as long as all their neighbours
+MANY_SHAPES = 50  # below that, neighbours are too far apart to tell a slow one
 _COLUMNS = [
     "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size",
     "distribution", "kernel_source", "latency",
@@ -114,7 +116,8 @@ class ExpertTables:
     def table(self, kind: str, law: str, device: DeviceSpec) -> KernelTable | None:
         if (kind, law) not in self._tables:
             rows = self.rows().get((kind, law))
-            self._tables[kind, law] = KernelTable(rows, expert_bound(kind, law, device)) if rows else None
+            slow = SLOW if len({shape for shape, _ in rows or ()}) > MANY_SHAPES else math.inf
+            self._tables[kind, law] = KernelTable(rows, expert_bound(kind, law, device), slow=slow) if rows else None
         return self._tables[kind, law]
 
 

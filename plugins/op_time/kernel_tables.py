@@ -74,6 +74,8 @@ class KernelTable:
     """Curves by shape. `rows`: (shape, point) to seconds.
 
     lerp: shapes that differ only in their last number are a grid, and what lies between two of them is interpolated.
+    slow: neighbours whose utilisation is that many octaves below the second best are left out: something else ran beside
+    them when they were measured, or the stack found no good kernel.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class KernelTable:
         weights: Sequence[float] = (),
         *,
         lerp: bool = False,
+        slow: float = math.inf,
     ) -> None:
         self.bound = bound
+        self.slow = slow
         self.weights = tuple(weights)
         by_shape: dict[Shape, list[tuple[float, float]]] = {}
         for (shape, point), seconds in rows.items():
@@ -174,8 +178,11 @@ class KernelTable:
         total = weight_sum = 0.0
         beyond = 0.0
         near = self.near(shape, leave_out)
-        for distance, other in near:
-            use, octaves, _ = self.curves[other].use_at(point)
+        found = [(*self.curves[other].use_at(point)[:2], distance) for distance, other in near]
+        least = sorted(use for use, _, _ in found)[-2] - self.slow if len(found) > 2 else -math.inf
+        for use, octaves, distance in found:
+            if use < least:
+                continue
             weight = 1.0 / max(distance, 1e-6) ** 2
             total, weight_sum = total + weight * use, weight_sum + weight
             beyond = max(beyond, octaves)

@@ -293,3 +293,20 @@ def test_the_cpu_part_of_a_step_is_that_of_a_serving_stack(systems: Path) -> Non
     few, many = (model(systems).time(host_op(StepShape.decode(*[10] * n)), H100) for n in (1, 128))
     assert few is not None and many is not None
     assert few.seconds == pytest.approx(1.5e-3, rel=0.05) and many.seconds == pytest.approx(7e-3, rel=0.01)
+
+
+def test_neighbours_that_were_disturbed_are_left_out() -> None:
+    """One of four took four times as long as the others."""
+    rows = {((n,), p): law((n,), p) / (0.1 if n == 8.0 else 0.5) for n in (1.0, 2.0, 8.0, 16.0) for p in (1.0, 8.0)}
+    careful, trusting = KernelTable(rows, law, slow=1.0).time((4.0,), 8.0), KernelTable(rows, law).time((4.0,), 8.0)
+    assert careful is not None and careful.seconds == pytest.approx(law((4.0,), 8.0) / 0.5)
+    assert trusting is not None and trusting.seconds > 1.3 * careful.seconds
+
+
+def test_spreads_are_what_the_points_show_when_they_are_left_out() -> None:
+    """A table whose utilisation jumps by 30 % from point to point is less sure than a smooth one."""
+    points = [2.0**i for i in range(20)]
+    rows = {((1.0,), p): law((1.0,), p) / (0.5 if i % 2 else 0.65) for i, p in enumerate(points)}
+    smooth = {((1.0,), p): law((1.0,), p) / 0.5 for p in points}
+    assert KernelTable(rows, law).spread_between() == pytest.approx(0.3 / 1.2816, rel=0.3)
+    assert KernelTable(smooth, law).spread_between() == pytest.approx(0.01)
