@@ -27,6 +27,7 @@ DOCUMENTS = (
     "docs/quantization.md",
     "docs/attention-variants.md",
     "docs/devices-and-models.md",
+    "docs/op-times.md",
     "docs/capacity-planning.md",
     "docs/memory.md",
 )
