@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import random
 import statistics
 import sys
@@ -250,7 +251,7 @@ def summary(results: Sequence[dict[str, Any]], name: str) -> str:
     inside = sum(r[f"{name}_inside"] for r in results) / len(results)
     return (
         f"{len(size):4} rows   median {statistics.median(size):6.1%}   mean {statistics.fmean(size):6.1%}   "
-        f"p90 {size[int(0.9 * (len(size) - 1))]:6.1%}   bias {statistics.median(errors):+6.1%}   "
+        f"p90 {size[math.ceil(0.9 * len(size)) - 1]:6.1%}   bias {statistics.median(errors):+6.1%}   "
         f"80 % band covers {inside:.0%}"
     )
 

@@ -257,7 +257,7 @@ class SystemTables:
         if answer is not None and dtype == "fp8" and op.name in self._facts.narrowed_before:
             narrowing = self.narrowing(device)
             saved = narrowing.time((float(k),), m) if narrowing is not None else None
-            return _less(answer, saved and saved.seconds, "narrowed by the kernel before")
+            return _less(answer, saved.seconds if saved is not None else None, "narrowed by the kernel before")
         return answer
 
     def gemm(self, dtype: str, device: DeviceSpec) -> KernelTable | None:

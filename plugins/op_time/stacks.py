@@ -9,8 +9,9 @@
 Sources, read 2026-11: the collectors that made the tables (aiconfigurator, `collector/<stack>/collect_gemm.py`:
 `RowParallelLinear.forward` and `Linear.forward` on bfloat16, in CUDA graphs; `collect_attn.py`: queries, keys and
 values come after rotation, TensorRT-LLM's with rotation and write inside); its models, which count no narrowing before
-`o_proj` and `down_proj` under TensorRT-LLM; vLLM's compilation, which fuses norm or activation with static narrowing. The CPU's part: 0.5 to 2 ms of planning and 1 to
-5 ms of preparing inputs in a step of vLLM (inference-sim, issue 482), from few rows to 128; the same for all stacks.
+`o_proj` and `down_proj` under TensorRT-LLM; vLLM's compilation, which fuses norm or activation with static narrowing.
+The CPU's part: 0.5 to 2 ms of planning and 1 to 5 ms of preparing inputs in a step of vLLM (inference-sim, issue 482),
+taken to reach from few rows to 128, and to be the same for all stacks.
 
 Invariants
 * Only facts of stacks, nothing fitted; a stack that is not listed fuses nothing.
