@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twinfer.core.catalog import resolve_spec, spec_names
-from twinfer.core.device import DeviceSpec, all_devices
+from twinfer.core.device import DeviceSpec, all_devices, load_device
 from twinfer.core.link import LinkSpec, link_files, read_link
 from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
@@ -63,6 +63,14 @@ def test_table(root: Path, name: str) -> None:
     _, _, rest = text.partition(HEADS[name] + "\n")
     rows = rest.split("\n\n")[0].splitlines()
     assert rows == tables()[name]
+
+
+def test_the_device_of_the_document_is_one(root: Path, tmp_path: Path) -> None:
+    source = (root / DOCUMENT).read_text().split("```json\n")[1].split("```")[0]
+    path = tmp_path / "mine.json"
+    path.write_text(source)
+    mine = load_device(path)
+    assert (mine.link_bandwidth, mine.network_bandwidth, mine.devices_per_node) == (64e9, 25e9, 4)
 
 
 if __name__ == "__main__":  # writes them: python tests/test_data_tables.py, from the root of a checkout
