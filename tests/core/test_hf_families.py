@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from twinfer.core.catalog import resolve_spec, spec_from_hf
+from twinfer.core.catalog import SPEC_DIR, resolve_spec, spec_from_hf
 from twinfer.core.errors import ModelError
 from twinfer.core.hf_families import FAMILIES, REFUSED
 from twinfer.core.model_parts import LinearAttentionSpec, SparseIndexSpec, VisionSpec
@@ -114,6 +114,19 @@ def test_an_image_is_a_prefix_of_tokens() -> None:
     assert qwen.tokens_of(1920, 1080) == 69 * 39
     assert replace(qwen, compression=4.0).prefix_tokens == round(37 * 37 / 4)
     assert gemma.encode_flops == 2 * gemma.params * 64 * 64
+
+
+def test_internvl_names_its_language_model_inside() -> None:
+    """InternVL3-8B: a Qwen2.5-7B with another vocabulary behind InternViT-300M; 7,944,373,760 weights on the hub."""
+    text = json.loads((SPEC_DIR / "qwen2.5-7b.json").read_text()) | {"vocab_size": 151674}
+    eyes = dict(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=448,
+        patch_size=14,
+    )  # fmt: skip
+    config = dict(architectures=["InternVLChatModel"], downsample_ratio=0.5, llm_config=text, vision_config=eyes)
+    spec = spec_from_hf(config, "m")
+    assert (spec.family, spec.num_params()) == ("qwen2", 7_944_373_760)
+    assert spec.vision is not None and spec.vision.prefix_tokens == 256
 
 
 def test_the_engine_loads_no_encoder(tmp_path: Path) -> None:
