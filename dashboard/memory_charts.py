@@ -21,6 +21,7 @@ COMPONENTS: Mapping[str, tuple[str, str]] = {
     "states": (theme.ORANGE, "\\"), "kv": (theme.GREEN, "/"), "outside": (theme.GREY, "+"),
 }  # fmt: skip
 NAMES = {"kv": "KV blocks", "outside": "context, graphs"}
+HATCH = "rgba(40,52,64,0.6)"  # on the colours of the components, in light and dark
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
@@ -38,7 +39,7 @@ def rank_bars(view: MemoryView) -> Chart:
         figure.add_bar(
             name=title, orientation="h", x=sizes, y=[i + 0.12 for i in range(count)], width=0.4,
             marker={"color": theme.transparent(colour, 0.75), "line": {"color": colour, "width": 1},
-                    "pattern": {"shape": hatch, "size": 6, "solidity": 0.12, "fgcolor": theme.QUIET, "fillmode": "overlay"}},
+                    "pattern": {"shape": hatch, "size": 7, "solidity": 0.2, "fgcolor": HATCH, "fillmode": "overlay"}},
             text=[number(size) if size else "" for size in sizes], textposition="inside", insidetextanchor="middle",
             textangle=0, customdata=[rank.name for rank in view.ranks],
             hovertemplate="%{customdata}<br>" + title + " %{x:.3~g} GiB<extra></extra>",
