@@ -135,7 +135,7 @@ def plan(
         list[str] | None,
         typer.Option(rich_help_panel=_SPACE, metavar="DEVICE=USD", help="Your price per device and hour; repeatable."),
     ] = None,
-    screen: Annotated[int, typer.Option(rich_help_panel=_SEARCH, help="Requests per replica of a first look.")] = 300,
+    screen: Annotated[int, typer.Option(rich_help_panel=_SEARCH, help="Requests per replica of a first look.")] = 240,
     confirm: Annotated[
         int, typer.Option(rich_help_panel=_SEARCH, help="Requests of the whole fleet, to confirm a design.")
     ] = 4000,

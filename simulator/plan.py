@@ -68,10 +68,11 @@ class Plan:
                 "trial": plain_trial(trial), "design": self.designs[trial.design], "outcome": outcome.plain(),
                 "rejected": why,
             })  # fmt: skip
-        return plain({
+        data: dict[str, Any] = plain({
             "schema": SCHEMA, "kind": "plan", "complete": self.complete, "question": self.question.plain(),
             "answer": None if self.answer is None else self.answer.plain(), "verdicts": self.verdicts, "points": points,
         })  # fmt: skip
+        return data
 
     def write(self, path: Path) -> None:
         """Replace the file at `path` in one move."""

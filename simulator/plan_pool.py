@@ -74,7 +74,8 @@ _stopped: Any = None
 
 def _start_child(question: dict[str, Any], recipe: tuple[Any, ...], stopped: Any) -> None:
     global _evaluator, _stopped
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     _stopped = stopped
     registry = Registry(*recipe)
     set_default_registry(registry)

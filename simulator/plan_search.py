@@ -33,7 +33,7 @@ Level: TypeAlias = Callable[[str, int], str]
 Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
 FINALISTS = 2  # screened designs of a device that are confirmed
 LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # times the traffic, until a promise breaks
-CLOSE = 1.02  # ratio of the loads between which the goodput is left
+CLOSE = 1.03  # ratio of the loads between which the goodput is left
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class Question:
     goals: tuple[Goal, ...]
     prices: Mapping[str, float] = field(default_factory=dict)
     max_replicas: int = 64
-    screen: int = 300
+    screen: int = 240
     confirm: int = 4000
     top: int = 8
 
