@@ -150,7 +150,7 @@ def profiled(call: Callable[[], object]) -> None:
 
     profile = cProfile.Profile()
     profile.runcall(call)
-    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
 def main() -> None:

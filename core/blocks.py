@@ -88,21 +88,42 @@ class BlockPool:
         taken.reverse()  # a stack: the last one is taken first
         del free[at:]
         if len(taken) < count:
-            node, pop = self.node, self.idle.pop
-            for _ in range(count - len(taken)):
-                block = pop()
-                chain = node[block]
-                if type(chain) is Chain and chain.blocks[-1] == block and len(chain.blocks) > 1:
-                    chain.blocks.pop()
-                    node[block] = None
-                else:
-                    self._unpublish(block)
-                taken.append(block)
+            taken += self._evict(count - len(taken))
         for block in taken:
             refs[block] = 1
             fill[block] = 0
         self.held += count
         return taken
+
+    def _evict(self, count: int) -> list[int]:
+        """Idle blocks, which lose their content, in the order of the policy; there are enough."""
+        pops = getattr(self.idle, "pops", None)
+        if pops is None or not self.chains:
+            evicted = []
+            for _ in range(count):
+                evicted.append(self.idle.pop())
+                self._unpublish(evicted[-1])
+            return evicted
+        evicted = pops(count)
+        at, node = 0, self.node
+        while at < count:
+            chain = node[evicted[at]]
+            blocks = chain.blocks if type(chain) is Chain else ()
+            # Mostly the end of a chain, last block first, as its sequence gave it up.
+            same = min(len(blocks), count - at)
+            part = evicted[at : at + same]
+            if same > 1 and part == blocks[: -same - 1 : -1]:
+                assert isinstance(chain, Chain)
+                del chain.blocks[-same:]
+                for block in part:
+                    node[block] = None
+                if not chain.blocks:
+                    self._end_chain(chain)
+                at += same
+            else:
+                self._unpublish(evicted[at])
+                at += 1
+        return evicted
 
     def share(self, block: int) -> None:
         """One more reference to a held or idle block (a prefix hit or a fork)."""
@@ -122,8 +143,9 @@ class BlockPool:
         if until_step is not None:
             self.in_flight.setdefault(until_step, []).extend(blocks)
             return
-        refs, fill, node, add, freed = self.refs, self.fill, self.node, self.idle.add, self.free.append
+        refs, fill, node, freed = self.refs, self.fill, self.node, self.free.append
         gone = used = 0
+        cached: list[int] = []
         for block in reversed(blocks):
             refs[block] -= 1
             if not refs[block]:
@@ -132,7 +154,14 @@ class BlockPool:
                 if node[block] is None:
                     freed(block)
                 else:
-                    add(block)
+                    cached.append(block)
+        if cached:
+            adds = getattr(self.idle, "adds", None)
+            if adds is not None:
+                adds(cached)
+            else:
+                for block in cached:
+                    self.idle.add(block)
         self.held -= gone
         self.used -= used
 
@@ -181,8 +210,7 @@ class BlockPool:
                 node.blocks.pop()
                 self.node[block] = None
                 if not node.blocks:
-                    del self.chains[node.node]
-                    self.tree.leave(node.node)
+                    self._end_chain(node)
                 return
             self.unfold(node)
             node = self.node[block]
@@ -211,8 +239,11 @@ class BlockPool:
         """The sequence of `chain` gives up its table."""
         chain.table = None
         if not chain.blocks:
-            del self.chains[chain.node]
-            self.tree.leave(chain.node)
+            self._end_chain(chain)
+
+    def _end_chain(self, chain: Chain) -> None:
+        del self.chains[chain.node]
+        self.tree.leave(chain.node)
 
     # --- audit ----------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ from twinfer.core.request import Sequence, Status
 if TYPE_CHECKING:
     from twinfer.core.core import Core
 
-MOST = 256  # steps of a run: times are worked out for all of them, and an arrival may cut it short
+LEAST, MOST = 32, 512
+"""Steps that a run may have: twice those of the one before, whose times were worked out and which may have been cut short."""
 Key = tuple[tuple[int, ...], int]
 _RUNNING = Status.RUNNING
 
@@ -110,6 +111,7 @@ class Flock:
         self._due: list[tuple[int, Key, Member]] = []  # when a member fills a block or ends
         self._ends: list[tuple[int, Key, Member]] = []
         self._full: list[Member] = []  # need a block before the next step
+        self._longest = LEAST  # steps of the next run
         self._next: PlanStats | None = None  # of the next step of a run, if it has begun
         core.ledger.chained = True
         size, blocks_for = core.ledger.block_size, core.ledger.blocks_for
@@ -160,7 +162,7 @@ class Flock:
                 most = most if head else 1
         forget, core.forget = tuple(core.forget), []
         return Run(
-            core.num_steps, self._affordable(min(most, MOST)), count, self.keys + count, forget, len(core.waiting), head,
+            core.num_steps, self._affordable(min(most, self._longest)), count, self.keys + count, forget, len(core.waiting), head,
             closed,
         )  # fmt: skip
 
@@ -318,6 +320,7 @@ class Flock:
             stats.append((self.clock - first, core.stats(self.unseen, run.waiting)))
         stretch = Stretch(core.num_steps, steps, run.count, self._from + run.count * (first + 1), stats, taken)
         core.num_steps += steps
+        self._longest = min(MOST, max(LEAST, 2 * steps))
         return stretch, self._settle_due(last)
 
     def _take_at_once(self, first: int, last: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class LRU:
@@ -20,6 +21,15 @@ class LRU:
 
     def pop(self) -> int:
         return self._blocks.popitem(last=False)[0]
+
+    def adds(self, blocks: Iterable[int]) -> None:
+        """`add` of each, in this order; none of them is here."""
+        self._blocks.update(dict.fromkeys(blocks))
+
+    def pops(self, count: int) -> list[int]:
+        """What `count` calls of `pop` give."""
+        pop = self._blocks.popitem
+        return [pop(last=False)[0] for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self._blocks)

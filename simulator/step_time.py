@@ -170,17 +170,18 @@ class StepTimer:
         seconds: list[float] = []
         sigmas: list[tuple[int, float, float]] = []
         stop = keys + steps * count
+        low, high, _ = _place(1, count, keys)
+        below = self._at(1, count, low)
         while keys < stop:
-            low, high, _ = _place(1, count, keys)
             end = min(stop, keys + -(-(high * count - keys) // count) * count)  # first total in the next interval
-            below, above = self._at(1, count, low), self._at(1, count, high)
+            above = self._at(1, count, high)
             at, growth, width = below.seconds, above.seconds - below.seconds, high - low
             piece = [fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)]
             seconds += piece
             growth = above.sigma - below.sigma
             first = sigma + below.sigma + growth * ((keys / count - low) / width)
             sigmas.append((len(piece), first, growth / width))
-            keys = end
+            keys, low, high, below = end, high, _grid_above(high), above
         return DecodeCost(seconds, sigmas)
 
     def decode_costs(self, count: int, keys: int, steps: int, with_ops: bool) -> list[StepCost]:
