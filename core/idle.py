@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
 
 
 class LRU:
-    """The block that became idle first is reused first."""
+    """The block that became idle first is reused first.
+
+    A queue in which a block that was removed leaves its place behind: it counts only if its number is the one noted.
+    """
 
     def __init__(self) -> None:
-        # Insertion order is age. A plain dict would walk over all that was popped before to find its first key.
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._queue: deque[int] = deque()
+        self._first = 0  # number of the first place in the queue
+        self._place: dict[int, int] = {}  # of each block that is here
 
     def add(self, block: int) -> None:
-        self._blocks[block] = None
+        self._place[block] = self._first + len(self._queue)
+        self._queue.append(block)
+
+    def adds(self, blocks: Sequence[int]) -> None:
+        """`add` of each, in this order."""
+        at = self._first + len(self._queue)
+        self._place.update(zip(blocks, range(at, at + len(blocks)), strict=True))
+        self._queue.extend(blocks)
 
     def remove(self, block: int) -> None:
-        del self._blocks[block]
+        del self._place[block]
+        if len(self._queue) > 2 * len(self._place) + 64:  # mostly places of nobody
+            self._queue = deque(sorted(self._place, key=self._place.__getitem__))
+            self._first = 0
+            self._place = {block: place for place, block in enumerate(self._queue)}
 
     def pop(self) -> int:
-        return self._blocks.popitem(last=False)[0]
-
-    def adds(self, blocks: Iterable[int]) -> None:
-        """`add` of each, in this order; none of them is here."""
-        self._blocks.update(dict.fromkeys(blocks))
+        while True:
+            block = self._queue.popleft()
+            place = self._first
+            self._first += 1
+            if self._place.get(block) == place:
+                del self._place[block]
+                return block
 
     def pops(self, count: int) -> list[int]:
         """What `count` calls of `pop` give."""
-        pop = self._blocks.popitem
-        return [pop(last=False)[0] for _ in range(count)]
+        if len(self._queue) > len(self._place):
+            return [self.pop() for _ in range(count)]
+        popleft, place = self._queue.popleft, self._place
+        blocks = [popleft() for _ in range(count)]
+        for block in blocks:
+            del place[block]
+        self._first += count
+        return blocks
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._place)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._blocks
+        return block in self._place

@@ -189,7 +189,7 @@ class Spread:
         return 2 ** ((place - (1 << 16) + 0.5) / self.PER_OCTAVE) if place >= 0 else 0.0
 
 
-TOGETHER, FLAT = 32, 1.003
+TOGETHER, FLAT = 64, 1.003
 """So many steps in a row, whose lengths differ by less than this, are counted by their mean in the distribution of gaps."""
 
 

@@ -85,7 +85,7 @@ class CostExecutor:
     def took(self, first: int, last: int) -> None:
         """Steps `first` to `last` (exclusive) of the latest run have been taken."""
         self._seconds += math.fsum(self._runs.seconds[first:last])
-        self._sigma += self._runs.sigma(last) - self._runs.sigma(first)
+        self._sigma += self._runs.sigma(last) - (self._runs.sigma(first) if first else 0.0)
 
     def results(self, stretch: Stretch) -> list[StepResult]:
         """The steps of `stretch` one by one, without rows."""

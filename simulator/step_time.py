@@ -76,6 +76,8 @@ class DecodeCost:
         """Sum over the first `steps` steps."""
         total = 0.0
         for count, first, growth in self.sigmas:
+            if steps <= 0:
+                break
             count = min(count, steps)
             total += count * first + growth * (count * (count - 1) / 2)
             steps -= count
@@ -97,6 +99,7 @@ class StepTimer:
         self._overlap = overlap
         self._kinds: dict[tuple[str, int], str] | None = None
         self._known: dict[tuple[object, ...], Part] = {}
+        self._rows: dict[Group, Part] = {}
 
     @property
     def windows(self) -> Sequence[int]:
@@ -171,17 +174,21 @@ class StepTimer:
         sigmas: list[tuple[int, float, float]] = []
         stop = keys + steps * count
         low, high, _ = _place(1, count, keys)
-        below = self._at(1, count, low)
+        below, width = self._at(1, count, low), high - low
+        rows = self._rows
         while keys < stop:
-            end = min(stop, keys + -(-(high * count - keys) // count) * count)  # first total in the next interval
-            above = self._at(1, count, high)
-            at, growth, width = below.seconds, above.seconds - below.seconds, high - low
-            piece = [fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)]
-            seconds += piece
+            above = rows.get((1, count, high)) or self._at(1, count, high)
+            end = keys - (keys - high * count) // count * count  # first total in the next interval
+            if end > stop:
+                end = stop
+            at, growth = below.seconds, above.seconds - below.seconds
+            seconds += [fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)]
             growth = above.sigma - below.sigma
             first = sigma + below.sigma + growth * ((keys / count - low) / width)
-            sigmas.append((len(piece), first, growth / width))
-            keys, low, high, below = end, high, _grid_above(high), above
+            sigmas.append(((end - keys) // count, first, growth / width))
+            if high < _EXACT or not high & (high - 1):  # the grid is as wide from one power of two to the next
+                width = _grid_above(high) - high
+            keys, low, high, below = end, high, high + width, above
         return DecodeCost(seconds, sigmas)
 
     def decode_costs(self, count: int, keys: int, steps: int, with_ops: bool) -> list[StepCost]:
@@ -244,7 +251,13 @@ class StepTimer:
 
     def _at(self, queries: int, count: int, keys: int) -> Part:
         """The part by rows of `count` rows of `queries` tokens with `keys` keys each."""
-        return self._part("rows", (queries, count, keys), lambda: StepShape((RowShape(queries, keys),) * count, 1))
+        known = self._rows.get((queries, count, keys))
+        if known is None:
+            if len(self._rows) >= _KEPT:
+                self._rows.clear()
+            known = self._timed("rows", StepShape((RowShape(queries, keys),) * count, 1))
+            self._rows[queries, count, keys] = known
+        return known
 
     def _part(self, kind: str, key: tuple[object, ...], shape: Callable[[], StepShape]) -> Part:
         known = self._known.get((kind, key))
