@@ -156,14 +156,26 @@ class BlockPool:
                 else:
                     cached.append(block)
         if cached:
-            adds = getattr(self.idle, "adds", None)
-            if adds is not None:
-                adds(cached)
-            else:
-                for block in cached:
-                    self.idle.add(block)
+            self._idle(cached)
         self.held -= gone
         self.used -= used
+
+    def drop_chain(self, chain: Chain) -> None:
+        """Give up the blocks of a chain: they are full, published, and nobody else has them."""
+        refs, blocks = self.refs, chain.blocks
+        for block in blocks:
+            refs[block] = 0
+        self.held -= len(blocks)
+        self.used -= len(blocks) * self.block_size
+        self._idle(blocks[::-1])
+
+    def _idle(self, blocks: Seq[int]) -> None:
+        adds = getattr(self.idle, "adds", None)
+        if adds is not None:
+            adds(blocks)
+        else:
+            for block in blocks:
+                self.idle.add(block)
 
     def step_ended(self, step: int) -> None:
         """Release what outstanding step `step` kept in flight."""

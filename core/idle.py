@@ -3,38 +3,64 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class LRU:
     """The block that became idle first is reused first.
 
-    A queue in which a block that was removed leaves its place behind: it counts only if its number is the one noted.
+    Blocks come and go in runs, of which nobody asks for a single one until a prefix is hit for the first time: up to
+    then only the runs are kept (`_runs`), from then on each block has its number in the queue (`_place`). A block that
+    is removed leaves its place in the queue behind, which counts for nobody.
     """
 
     def __init__(self) -> None:
+        self._runs: deque[list[int]] | None = deque()  # oldest first; in each, the oldest last
+        self._size = 0  # blocks in the runs
         self._queue: deque[int] = deque()
         self._first = 0  # number of the first place in the queue
-        self._place: dict[int, int] = {}  # of each block that is here
+        self._place: dict[int, int] = {}
 
     def add(self, block: int) -> None:
-        self._place[block] = self._first + len(self._queue)
-        self._queue.append(block)
+        self.adds((block,))
 
     def adds(self, blocks: Sequence[int]) -> None:
         """`add` of each, in this order."""
+        if self._runs is not None:
+            self._runs.append(list(blocks[::-1]))
+            self._size += len(blocks)
+            return
         at = self._first + len(self._queue)
         self._place.update(zip(blocks, range(at, at + len(blocks)), strict=True))
         self._queue.extend(blocks)
 
     def remove(self, block: int) -> None:
-        del self._place[block]
-        if len(self._queue) > 2 * len(self._place) + 64:  # mostly places of nobody
-            self._queue = deque(sorted(self._place, key=self._place.__getitem__))
-            self._first = 0
-            self._place = {block: place for place, block in enumerate(self._queue)}
+        places = self._places()
+        del places[block]
+        if len(self._queue) > 2 * len(places) + 64:  # mostly places of nobody
+            self._number(sorted(places, key=places.__getitem__))
 
     def pop(self) -> int:
+        return self.pops(1)[0]
+
+    def pops(self, count: int) -> list[int]:
+        """What `count` calls of `pop` give."""
+        if self._runs is None:
+            return [self._next() for _ in range(count)]
+        self._size -= count
+        popped: list[int] = []
+        while count:
+            run = self._runs[0]
+            popped += run[: -count - 1 : -1]
+            if len(run) <= count:
+                count -= len(run)
+                self._runs.popleft()
+            else:
+                del run[-count:]
+                count = 0
+        return popped
+
+    def _next(self) -> int:
         while True:
             block = self._queue.popleft()
             place = self._first
@@ -43,19 +69,19 @@ class LRU:
                 del self._place[block]
                 return block
 
-    def pops(self, count: int) -> list[int]:
-        """What `count` calls of `pop` give."""
-        if len(self._queue) > len(self._place):
-            return [self.pop() for _ in range(count)]
-        popleft, place = self._queue.popleft, self._place
-        blocks = [popleft() for _ in range(count)]
-        for block in blocks:
-            del place[block]
-        self._first += count
-        return blocks
+    def _places(self) -> dict[int, int]:
+        if self._runs is not None:
+            self._number(block for run in self._runs for block in reversed(run))
+            self._runs = None
+        return self._place
+
+    def _number(self, blocks: Iterator[int] | Sequence[int]) -> None:
+        self._queue = deque(blocks)
+        self._first = 0
+        self._place = {block: place for place, block in enumerate(self._queue)}
 
     def __len__(self) -> int:
-        return len(self._place)
+        return self._size if self._runs is not None else len(self._place)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._place
+        return block in self._places()

@@ -415,10 +415,16 @@ class Ledger:
         """Give up the table of `seq`; harmless when it has none (release is idempotent)."""
         table = self.tables.pop(seq.id, None)
         if table is not None:
-            if table.chain is not None:
-                self.pool.let_go(table.chain)
-            for blocks, first in zip(table.groups, table.first, strict=True):
-                self.pool.drop(blocks[first:] if first else blocks, until_step)
+            chain, blocks = table.chain, table.blocks
+            if chain is not None and until_step is None:  # the only group, without holes
+                self.pool.drop(blocks[table.published :])
+                self.pool.drop_chain(chain)
+                self.pool.drop(blocks[: chain.start])
+            else:
+                for group, first in zip(table.groups, table.first, strict=True):
+                    self.pool.drop(group[first:] if first else group, until_step)
+            if chain is not None:
+                self.pool.let_go(chain)
             self.pool.tree.leave(table.node)
 
     # --- audit ----------------------------------------------------------------------------------
