@@ -104,7 +104,7 @@ class BlockPool:
                 evicted.append(self.idle.pop())
                 self._unpublish(evicted[-1])
             return evicted
-        evicted = pops(count)
+        evicted: list[int] = pops(count)
         at, node = 0, self.node
         while at < count:
             chain = node[evicted[at]]
