@@ -274,4 +274,4 @@ def _typical_lengths(typical: dict[str, Any], spec: ModelSpec) -> tuple[int, ...
         missing = "--output-len" if "input_len" in typical else "--input-len"
         raise ConfigError(missing, None, "typical requests need both lengths", "give --input-len and --output-len")
     requests = generate(make_workload(num_requests=SAMPLED, **typical), spec.vocab_size, spec.max_context)
-    return tuple(len(r.prompt) + r.params.max_tokens for r in requests)
+    return tuple(r.max_length for r in requests)

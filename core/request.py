@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Need
+from twinfer.core.session import Follows
 
 if TYPE_CHECKING:
     from twinfer.core.beam import BeamGroup
@@ -41,6 +42,8 @@ class Request:
     cache_salt: requests share cached prefixes only within one salt.
     cache_prefix: False keeps this request's blocks out of the prefix cache (it still runs).
     kv_from: KV to load instead of computing it; kv_to: peer that takes the KV when it is done.
+    follows: a later turn of a session: `prompt` holds only its own tokens and `arrival` says nothing until the
+    `Feeder` sends it.
     """
 
     id: str
@@ -54,6 +57,13 @@ class Request:
     cache_prefix: bool = True
     kv_from: KVSource | None = None
     kv_to: str | None = None
+    follows: Follows | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer together at most, of a later turn with all that was said before."""
+        history = 0 if self.follows is None else self.follows.history_tokens
+        return history + len(self.prompt) + self.params.max_tokens
 
 
 class Status(enum.Enum):

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
 from twinfer.core.params import MAX_SAMPLES, SamplingParams
 from twinfer.core.request import Request
+from twinfer.core.session import Follows
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -52,6 +54,12 @@ class Workload(BaseModel):
     trace: path of a trace or prompts file.  prompts: texts.  prompt_tokens: prompts already encoded.
     too_long: `keep` hands prompts over that the engine must reject; `filter` leaves out requests whose
         prompt and answer exceed the context.
+    trace_start, trace_end: only the part of a trace between these seconds (from its first row; the end is left out).
+    repeat: what to do when more requests are asked for than a trace has: `none` is an error; `loop` begins again at its
+        first row, with new prompts; `sample` draws rows at random and takes their lengths, for arrivals by `rate`.
+    input_scale, output_scale: factors on the lengths of a trace.
+    turns: turns of each session: a later turn's prompt is all that was said before and a new part, due `think_time` s
+        (mean of an exponential distribution) after the answer before it. None: 1, and all turns of recorded sessions.
     source: workload plugin; None finds it from the other fields.
     beam_width: beams of a search, which needs temperature 0; 1 is none.
     ignore_eos: answers run to their full length whatever the model says.
@@ -74,6 +82,13 @@ class Workload(BaseModel):
     trace: str | None = None
     prompts: tuple[str, ...] = ()
     prompt_tokens: tuple[tuple[int, ...], ...] = ()
+    trace_start: float = 0.0
+    trace_end: float | None = None
+    repeat: Literal["none", "loop", "sample"] = "none"
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    turns: int | None = None
+    think_time: float = 0.0
     too_long: Literal["keep", "filter"] = "keep"
     source: Choice | None = None
     temperature: float = 0.0
@@ -140,9 +155,36 @@ class Workload(BaseModel):
         _require("--seed", self.seed, self.seed >= 0, "use 0 or a positive whole number")
         if self.trace == "":
             raise ConfigError("--trace", "", "no file is named", "give the path of a trace file")
+        self._check_trace()
+        if self.turns is not None:
+            _within("--turns", self.turns, 10_000)
+            _require("--turns", self.turns, self.beam_width == 1 or self.turns == 1, "leave --beam-width out")
+        _require("--think-time", self.think_time, 0 <= self.think_time < math.inf, "give seconds from 0")
+        if self.think_time and self.turns == 1:
+            raise ConfigError("--think-time", self.think_time, "no turn follows the first", "give --turns 2 or more")
         if self.trace and (self.prompts or self.prompt_tokens):
             raise ConfigError("--trace", self.trace, "prompts are given too", "give a trace or prompts, not both")
         return self
+
+    def _check_trace(self) -> None:
+        """The options that only a trace has."""
+        _require("--trace-start", self.trace_start, 0 <= self.trace_start < math.inf, "give seconds from 0")
+        end = self.trace_end
+        if end is not None:
+            _require("--trace-end", end, self.trace_start < end < math.inf, f"give more than {self.trace_start:g} s")
+        for option, factor in (("--input-scale", self.input_scale), ("--output-scale", self.output_scale)):
+            _require(option, factor, 1e-4 <= factor <= 1e4, "use a value from 1e-4 to 1e4")
+        if self.trace is None:
+            for field in ("trace_start", "trace_end", "repeat", "input_scale", "output_scale"):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    option = "--" + field.replace("_", "-")
+                    raise ConfigError(option, getattr(self, field), "there is no trace", "give --trace FILE too")
+        if self.repeat != "none" and self.num_requests is None:
+            raise ConfigError("--repeat", self.repeat, "it is not said how often", "give --requests")
+        if self.repeat == "sample" and self.rate is None and self.concurrency is None:
+            raise ConfigError(
+                "--repeat", "sample", "rows drawn at random have no order in time", "give --rate or --concurrency"
+            )
 
     def plain(self) -> dict[str, Any]:
         """JSON-ready fields that differ from the defaults; `Workload(**plain)` gives the workload back."""
@@ -178,28 +220,39 @@ class Setting:
     """What a workload plugin may depend on besides the workload.
 
     encode: text to token ids; None where no tokenizer is at hand (what-if runs without the model).
+    first: number of the first request: sources that make prompts up number them from here.  loop: how often the trace
+    has been read before.
     """
 
     vocab_size: int
     max_model_len: int
     encode: Encode | None = None
     eos_token_ids: tuple[int, ...] = ()
+    first: int = 0
+    loop: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request as a plugin proposes it: `arrival` in s from any origin, None where it has no time."""
+    """A request as a plugin proposes it: `arrival` in s from any origin, None where it has no time.
+
+    session: turns of one session have its name and come one after the other; only the first has a time, and `prompt` of
+    the others is what they add.  think_s: seconds from the end of the turn before; None draws them (`think_time`).
+    """
 
     prompt: Sequence[int]
     output_len: int
     arrival: float | None = None
     temperature: float | None = None
+    session: str | None = None
+    think_s: float | None = None
 
 
 class WorkloadSource(Protocol):
     """Contract of workload plugins (beside `Technique`'s attributes).
 
     A class may name in `ignores` the fields of `Workload` that mean nothing to it; the command line refuses them.
+    With a method `made_up(number, length, workload, setting)` that gives a prompt, rows can be drawn at random.
     """
 
     @classmethod
@@ -252,48 +305,57 @@ def generate(
     prediction needs no tokenizer; the engine passes its own encoder.
     Raises ConfigError when a file is missing, malformed or holds nothing to ask.
     """
+    from twinfer.core.trace_rows import drafts_of, sessions_of  # kept apart: one concept a file
+
     source = source_of(workload, registry)
     setting = Setting(
         vocab_size=vocab_size, max_model_len=max_model_len, encode=encode, eos_token_ids=eos_token_ids
     )  # fmt: skip
-    drafts = list(source.drafts(workload, setting))
-    timed = sum(d.arrival is not None for d in drafts)
-    if workload.rate is None and 0 < timed < len(drafts):
+    sessions = sessions_of(drafts_of(source, workload, setting))
+    timed = sum(d[0].arrival is not None for d in sessions)
+    if workload.rate is None and 0 < timed < len(sessions):
         raise ConfigError(
-            "--trace", workload.trace, f"{timed} of {len(drafts)} requests have an arrival time",
+            "--trace", workload.trace, f"{timed} of {len(sessions)} requests have an arrival time",
             "give one to each or to none, or give --rate",
         )  # fmt: skip
     if workload.too_long == "filter":
-        drafts = [d for d in drafts if len(d.prompt) + d.output_len <= max_model_len]
-        if not drafts:
+        sessions = [s for s in sessions if sum(len(d.prompt) + d.output_len for d in s) <= max_model_len]
+        if not sessions:
             raise ConfigError(
                 "too_long", "filter", f"no request fits into a context of {max_model_len} tokens",
                 "raise --max-model-len or shorten the requests",
             )  # fmt: skip
-    if workload.rate is not None or any(d.arrival is None for d in drafts):
-        times: Sequence[float] = [0.0] * len(drafts)
+    if workload.rate is not None or any(s[0].arrival is None for s in sessions):
+        times: Sequence[float] = [0.0] * len(sessions)
         if workload.rate is not None and workload.rate != math.inf:
-            times = source.arrivals(workload, len(drafts))
+            times = source.arrivals(workload, len(sessions))
     else:
-        origin = min(d.arrival for d in drafts if d.arrival is not None)
-        times = [d.arrival - origin for d in drafts if d.arrival is not None]
+        origin = min(s[0].arrival for s in sessions if s[0].arrival is not None)
+        times = [s[0].arrival - origin for s in sessions if s[0].arrival is not None]
     if workload.rate_scale != 1:
         if not any(times):
             raise ConfigError(
                 "--rate-scale", workload.rate_scale, "all requests arrive at once", "give --rate, or a trace with times"
             )
         times = [t / workload.rate_scale for t in times]
-    order = sorted(range(len(drafts)), key=lambda i: times[i])  # stable: ties keep the file's order
-    return [
-        Request(
-            id=f"r{number}",
-            prompt=drafts[i].prompt,
-            params=_params(workload, drafts[i]),
-            arrival=times[i],
-            eos_token_ids=eos_token_ids,
-        )
-        for number, i in enumerate(order)
-    ]
+    order = sorted(range(len(sessions)), key=lambda i: times[i])  # stable: ties keep the file's order
+    requests: list[Request] = []
+    thinking = random.Random(f"thinking/{workload.seed}")
+    for i in order:
+        history = 0
+        for turn, draft in enumerate(sessions[i]):
+            think_s = draft.think_s
+            if think_s is None and turn and workload.think_time:
+                think_s = -workload.think_time * math.log1p(-thinking.random())
+            follows = Follows(requests[-1].id, think_s or 0.0, history) if turn else None
+            requests.append(
+                Request(
+                    id=f"r{len(requests)}", prompt=draft.prompt, params=_params(workload, draft), arrival=times[i],
+                    eos_token_ids=eos_token_ids, follows=follows,
+                )  # fmt: skip
+            )
+            history += len(draft.prompt) + draft.output_len
+    return requests
 
 
 def _params(workload: Workload, draft: Draft) -> SamplingParams:

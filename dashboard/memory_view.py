@@ -121,7 +121,7 @@ def request_lengths(scenario: Scenario, spec: ModelSpec, registry: Registry) -> 
     """Prompt plus answer of the workload's requests, of a sample where there are many."""
     workload = scenario.edited(num_requests=min(scenario.num_requests, SAMPLED)).workload()
     requests = generate(workload, spec.vocab_size, scenario.max_model_len or spec.max_context, registry=registry)
-    return tuple(len(r.prompt) + r.params.max_tokens for r in requests)
+    return tuple(r.max_length for r in requests)
 
 
 def _curves(scenario: Scenario, placed: Placement, registry: Registry, wanted: int) -> list[Curve]:

@@ -13,22 +13,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.records import RequestRecord, RunRecord, compute_metrics
-
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "arrival": ("queued_ts", "arrival_ts", "arrival", "arrival_time", "start_time"),
-    "prompt": ("num_prompt_tokens", "prompt_tokens", "input_toks", "input_tokens", "input_len"),
-    "output": ("num_output_tokens", "output_tokens", "completion_tokens", "output_toks", "output_len"),
-    "first_token": ("first_token_ts", "first_token", "first_token_time"),
-    "last_token": ("last_token_ts", "last_token", "last_token_time", "end_time"),
-}
-"""Field -> its names, the first that a line has counts."""
-
+from twinfer.plugins.workload.records import FIELDS
 
 def read_log(path: str | Path) -> RunRecord:
     """The log at `path` as a measured run without steps; requests in order of arrival, the first arrives at 0.

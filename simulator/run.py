@@ -173,7 +173,7 @@ def prepare(
     context = config.max_model_len or spec.max_context
     if requests is None:
         requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry)
-    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    longest = max(r.max_length for r in requests)
     setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     reasons = dict(setup.reasons)
     from_file = workload.trace is not None and getattr(source_of(workload, registry), "name", "") == "prompts"

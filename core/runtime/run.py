@@ -65,7 +65,7 @@ def run_engine(
             workload, spec.vocab_size, config.max_model_len or spec.max_context, encode=tokenizer.encode,
             eos_token_ids=eos, registry=registry,
         )  # fmt: skip
-        return max(len(r.prompt) + r.params.max_tokens for r in requests)
+        return max(r.max_length for r in requests)
 
     engine = load_engine(
         config, registry, longest_request=longest_request,
@@ -106,7 +106,7 @@ def _touch(engine: Engine, requests: Sequence[Request]) -> None:
     kv = getattr(getattr(engine.executor, "inner", None), "kv", None)
     if kv is None or kv.device.type != "cpu":
         return
-    tokens = sum((len(r.prompt) + r.params.max_tokens + kv.block_size) * r.params.num_samples for r in requests)
+    tokens = sum((r.max_length + kv.block_size) * r.params.num_samples for r in requests)
     for tensor in kv.block_tensors:
         tensor[:, : -(-tokens // kv.block_size)].zero_()
 

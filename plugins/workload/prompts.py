@@ -26,7 +26,7 @@ class Prompts(PoissonArrivals):
     name = "prompts"
     summary = "given prompts: texts, token ids, or a JSON-lines file with a prompt per line"
 
-    ignores = ("input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
+    ignores = ("input_len", "lengths", "spread", "shared_prefix", "num_prefixes", "turns", "think_time")
     FIELDS = ("prompt", "prompt_len", "output_len", "arrival", "temperature")
 
     @classmethod
@@ -72,7 +72,7 @@ class Prompts(PoissonArrivals):
             prompt = encoded(row["prompt"], where, number, workload, setting)
         elif "prompt_len" in row:
             length = _count(workload, where, "prompt_len", row["prompt_len"])
-            prompt = _tokens(number, workload.seed, length, setting.vocab_size)
+            prompt = _tokens(setting.first + number, workload.seed, length, setting.vocab_size)
         else:
             raise ConfigError("--trace", workload.trace, f"{where} has no prompt", "add prompt or prompt_len")
         num_out = workload.output_len

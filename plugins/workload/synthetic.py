@@ -26,6 +26,10 @@ class PoissonArrivals(Technique):
 
     ignores: tuple[str, ...] = ()
 
+    def made_up(self, number: int, length: int, workload: Workload, setting: Setting) -> Sequence[int]:
+        """A prompt of `length` tokens that no other `number` starts with."""
+        return _tokens(number, workload.seed, length, setting.vocab_size)
+
     def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
         """`num` times in s, the first 0; with `ramp_to` the rate changes in a straight line over the requests' time."""
         assert workload.rate is not None
@@ -81,14 +85,17 @@ class Synthetic(PoissonArrivals):
             _tokens(g, workload.seed, workload.shared_prefix, setting.vocab_size) for g in range(workload.num_prefixes)
         ]
         drafts = []
-        for i in range(workload.num_requests or DEFAULT_NUM_REQUESTS):
-            num_in = max(_length(workload, workload.input_len, rng), workload.shared_prefix + 1)
+        asked = workload.num_requests or DEFAULT_NUM_REQUESTS
+        turns = workload.turns or 1
+        for i in range(asked):
+            opens = i % turns == 0
+            head = workload.shared_prefix if opens else 0  # later turns begin with all that was said before
+            num_in = max(_length(workload, workload.input_len, rng), head + 1)
             num_out = _length(workload, workload.output_len, rng)
-            own = _tokens(i + workload.num_prefixes, workload.seed, num_in - workload.shared_prefix, setting.vocab_size)
-            prompt: Sequence[int] = own
-            if workload.shared_prefix:
-                prompt = (*prefixes[i % workload.num_prefixes], *own)
-            drafts.append(Draft(prompt, num_out))
+            prompt = _tokens(i + workload.num_prefixes, workload.seed, num_in - head, setting.vocab_size)
+            if head:
+                prompt = (*prefixes[i // turns % workload.num_prefixes], *prompt)
+            drafts.append(Draft(prompt, num_out, session=f"s{i // turns}" if turns > 1 else None))
         return drafts
 
 

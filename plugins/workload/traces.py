@@ -17,9 +17,45 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, overload
 
+from pydantic import Field
+
 from twinfer.core.errors import ConfigError
+from twinfer.core.technique import Options
 from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
+
+
+RECORDED = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
+"""What a trace says itself."""
+_LOOP = 1_000_003  # more than the blocks of one trace: those of another round are others
+
+
+def is_csv(workload: Workload) -> bool:
+    return workload.trace is not None and workload.trace.endswith(".csv")
+
+
+def csv_header(workload: Workload) -> Sequence[str]:
+    """Names of the columns, none for an empty file."""
+    with _reading(workload) as path, path.open(newline="", encoding="utf-8-sig") as file:
+        return csv.DictReader(file).fieldnames or ()
+
+
+def csv_rows(workload: Workload, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line of the table, row) of every row; ConfigError when one of `columns` is missing in the file or in a row."""
+    with _reading(workload) as path, path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        header = reader.fieldnames or []
+        for column in columns:
+            if column not in header:
+                raise ConfigError(
+                    "--trace", workload.trace, f"column {column} is missing (it has: {', '.join(header) or 'none'})",
+                    f"give a CSV with the columns {', '.join(columns)}",
+                )  # fmt: skip
+        for number, row in enumerate(reader, 2):
+            short = next((c for c in columns if row[c] is None), None)
+            if short is not None:
+                raise ConfigError("--trace", workload.trace, f"row {number} has no {short}", "repair that row")
+            yield number, row
 
 
 class AzureTrace(PoissonArrivals):
@@ -27,32 +63,72 @@ class AzureTrace(PoissonArrivals):
     summary = "Azure LLM inference trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
     reference = "Patel et al., Splitwise, ISCA 2024; github.com/Azure/AzurePublicDataset"
 
-    ignores = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
+    ignores = (*RECORDED, "turns", "think_time")
     COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
     @classmethod
     def accepts(cls, workload: Workload) -> bool:
-        return workload.trace is not None and workload.trace.endswith(".csv")
+        """Any CSV file that is not of another kind: so that a column that is missing is told."""
+        return is_csv(workload) and BurstGPTTrace.COLUMNS[0] not in csv_header(workload)
 
     def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
         drafts: list[Draft] = []
-        with _reading(workload) as path, path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = reader.fieldnames or []
-            missing = [c for c in self.COLUMNS if c not in header]
-            if missing:
+        for number, row in csv_rows(workload, self.COLUMNS):
+            if len(drafts) == workload.num_requests:
+                break
+            where = f"row {number}"
+            num_in = _count(workload, where, "ContextTokens", row["ContextTokens"])
+            num_out = _count(workload, where, "GeneratedTokens", row["GeneratedTokens"])
+            when = _seconds(workload, where, row["TIMESTAMP"])
+            prompt = _tokens(setting.first + len(drafts), workload.seed, num_in, setting.vocab_size)
+            drafts.append(Draft(prompt, num_out, when))
+        return _nonempty(workload, drafts)
+
+
+class BurstGPTTrace(PoissonArrivals):
+    name = "burstgpt"
+    summary = "BurstGPT trace: CSV with Timestamp (s), Model, Request tokens, Response tokens"
+    reference = "Wang et al., BurstGPT, KDD 2025 (arXiv:2401.17644)"
+
+    class Options(Options):
+        """model: take only the rows of this model (column Model), e.g. ChatGPT or GPT-4; empty for all."""
+
+        model: str = Field(default="", description="only the rows of this model; empty for all")
+
+    ignores = (*RECORDED, "turns", "think_time")
+    COLUMNS = ("Request tokens", "Response tokens", "Timestamp", "Model")
+
+    @classmethod
+    def accepts(cls, workload: Workload) -> bool:
+        return is_csv(workload) and cls.COLUMNS[0] in csv_header(workload)
+
+    def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
+        drafts: list[Draft] = []
+        models: set[str] = set()
+        for number, row in csv_rows(workload, self.COLUMNS):
+            if len(drafts) == workload.num_requests:
+                break
+            models.add(row["Model"])
+            if self.options.model and row["Model"] != self.options.model:
+                continue
+            where = f"row {number}"
+            num_in = _count(workload, where, "Request tokens", row["Request tokens"])
+            num_out = _count(workload, where, "Response tokens", row["Response tokens"])
+            try:
+                when = float(row["Timestamp"])
+                if not math.isfinite(when):
+                    raise ValueError
+            except ValueError:
                 raise ConfigError(
-                    "--trace", workload.trace, f"column {missing[0]} is missing (it has: {', '.join(header) or 'none'})",
-                    f"give a CSV with the columns {', '.join(self.COLUMNS)}",
-                )  # fmt: skip
-            for number, row in enumerate(reader):
-                if number == workload.num_requests:
-                    break
-                where = f"row {number + 2}"
-                num_in = _count(workload, where, "ContextTokens", row["ContextTokens"])
-                num_out = _count(workload, where, "GeneratedTokens", row["GeneratedTokens"])
-                when = _seconds(workload, where, row["TIMESTAMP"])
-                drafts.append(Draft(_tokens(number, workload.seed, num_in, setting.vocab_size), num_out, when))
+                    "--trace", workload.trace, f"{where}: Timestamp={row['Timestamp']!r} is not a number of seconds",
+                    "repair that row",
+                ) from None  # fmt: skip
+            prompt = _tokens(setting.first + len(drafts), workload.seed, num_in, setting.vocab_size)
+            drafts.append(Draft(prompt, num_out, when))
+        if not drafts and models:
+            raise ConfigError(
+                "model", self.options.model, f"{workload.trace} has no row of it", f"it has {', '.join(sorted(models))}"
+            )
         return _nonempty(workload, drafts)
 
 
@@ -61,7 +137,7 @@ class MooncakeTrace(PoissonArrivals):
     summary = "Mooncake trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
     reference = "Qin et al., Mooncake, FAST 2025 (arXiv:2407.00079)"
 
-    ignores = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
+    ignores = (*RECORDED, "turns", "think_time")
     BLOCK = 512  # tokens that one hash id stands for
 
     @classmethod
@@ -95,10 +171,11 @@ class MooncakeTrace(PoissonArrivals):
                     "--trace", workload.trace, f"{where}: timestamp or hash_ids is not a number", "repair that line"
                 ) from None
             if len(ids) * self.BLOCK >= num_in:
+                ids = tuple(i + setting.loop * _LOOP for i in ids)
                 prompt: Sequence[int] = BlockPrompt(ids, num_in, workload.seed, setting.vocab_size, self.BLOCK)
             else:
                 # Without ids the prompt is its own; numbers above all ids keep it apart from them.
-                prompt = _tokens((1 << 24) + number, workload.seed, num_in, setting.vocab_size)
+                prompt = _tokens((1 << 24) + setting.first + number, workload.seed, num_in, setting.vocab_size)
             drafts.append(Draft(prompt, num_out, when))
         return _nonempty(workload, drafts)
 
