@@ -189,7 +189,38 @@ def _scenario_options(
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_WORKLOAD, metavar="FILE", help="Azure CSV, Mooncake JSONL or prompts JSONL."),
+        typer.Option(
+            rich_help_panel=_WORKLOAD,
+            metavar="FILE",
+            help="Azure or BurstGPT CSV, Mooncake or prompts JSONL, ShareGPT JSON, a request log, or a stored run's folder.",
+        ),
+    ] = None,
+    trace_start: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Leave out a trace's requests before this second.")
+    ] = None,
+    trace_end: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Leave out those from this second on.")
+    ] = None,
+    repeat: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_WORKLOAD,
+            help="Where --requests exceeds a trace: none (an error), loop, or sample (rows at random).",
+        ),
+    ] = None,
+    input_scale: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Factor on a trace's prompt lengths.")
+    ] = None,
+    output_scale: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Factor on its answer lengths.")
+    ] = None,
+    turns: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Turns of a session; each begins with all that was said before."),
+    ] = None,
+    think_time: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="Mean seconds between an answer and the next turn."),
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(rich_help_panel=_WORKLOAD, help="A text to continue; repeatable.")
@@ -280,7 +311,8 @@ class Scenario:
         names = {"requests": "num_requests"}
         fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "rate_scale", "concurrency", "input_len",
                                                   "output_len", "lengths", "spread", "shared_prefix", "num_prefixes",
-                                                  "trace", "too_long", "temperature", "beam_width",
+                                                  "trace", "trace_start", "trace_end", "repeat", "input_scale", "output_scale",
+                                                  "turns", "think_time", "too_long", "temperature", "beam_width",
                                                   "seed") if g[k] is not None}  # fmt: skip
         for number, text in enumerate(g["prompt"] or (), 1):
             if not text.strip():

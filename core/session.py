@@ -7,9 +7,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    from twinfer.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class History(Sequence[int]):
     """The tokens of several sequences, one after the other; slices are lists."""
 
     __slots__ = ("ends", "parts")
+    parts: tuple[Sequence[int], ...]
 
     def __init__(self, *parts: Sequence[int]) -> None:
         flat: list[Sequence[int]] = []
@@ -74,4 +78,18 @@ class History(Sequence[int]):
     __hash__ = None  # type: ignore[assignment]
 
 
-__all__ = ["Follows", "History"]
+def whole_prompts(requests: Iterable[Request], answer: int = 0) -> dict[str, Sequence[int]]:
+    """Request -> all tokens of its prompt, every answer before it made of the token `answer`, in full length."""
+    found: dict[str, Sequence[int]] = {}
+    outputs: dict[str, int] = {}
+    for request in requests:
+        prompt: Sequence[int] = request.prompt
+        if request.follows is not None:
+            before = request.follows.request_id
+            prompt = History(found[before], (answer,) * outputs[before], prompt)
+        found[request.id] = prompt
+        outputs[request.id] = request.params.max_tokens
+    return found
+
+
+__all__ = ["Follows", "History", "whole_prompts"]

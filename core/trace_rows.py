@@ -3,13 +3,12 @@
 Invariants
 * Nothing is dropped but what `trace_start`, `trace_end` and `num_requests` leave out; sessions stay whole.
 * Repeated rows get new prompts, so that a loop is no cache hit; what rows of one round share, they share in every round.
-* Only `random.Random.random()` is drawn from.
+* Chance is the source's (`chances`); none is made here.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from twinfer.core.errors import ConfigError
@@ -92,10 +91,10 @@ def _sampled(source: WorkloadSource, rows: list[Draft], workload: Workload, sett
     if make is None or any(row.session is not None for row in rows):
         why = "its rows are turns of sessions" if make is not None else "its source makes no prompts up"
         raise ConfigError("--repeat", "sample", f"{workload.trace} cannot be drawn from: {why}", "use --repeat loop")
-    rng = random.Random(f"rows/{workload.seed}")
+    chances = chances_of(source, "rows", workload)
     drawn = []
     for number in range(workload.num_requests or len(rows)):
-        row = rows[int(rng.random() * len(rows))]
+        row = rows[int(next(chances) * len(rows))]
         prompt = make(number, len(row.prompt), workload, setting)
         drawn.append(Draft(prompt, row.output_len, None, row.temperature))
     return drawn
@@ -124,6 +123,17 @@ def _looped(
     return found
 
 
+def chances_of(source: WorkloadSource, stream: str, workload: Workload) -> Iterator[float]:
+    """The source's random numbers in [0, 1); ConfigError for a source that has none."""
+    made: Callable[[str, Workload], Iterator[float]] | None = getattr(source, "chances", None)
+    if made is None:
+        raise ConfigError(
+            "--workload", getattr(source, "name", type(source).__name__), "has no `chances` to draw from",
+            "leave --repeat sample and --think-time out",
+        )  # fmt: skip
+    return made(stream, workload)
+
+
 def sessions_of(drafts: Sequence[Draft]) -> list[list[Draft]]:
     """Requests alone, and the turns of each session, in the order of the first ones."""
     found: list[list[Draft]] = []
@@ -139,4 +149,4 @@ def sessions_of(drafts: Sequence[Draft]) -> list[list[Draft]]:
     return found
 
 
-__all__ = ["drafts_of", "sessions_of"]
+__all__ = ["chances_of", "drafts_of", "sessions_of"]

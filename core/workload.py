@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,7 +251,8 @@ class WorkloadSource(Protocol):
     """Contract of workload plugins (beside `Technique`'s attributes).
 
     A class may name in `ignores` the fields of `Workload` that mean nothing to it; the command line refuses them.
-    With a method `made_up(number, length, workload, setting)` that gives a prompt, rows can be drawn at random.
+    Rows can be drawn at random from one with the methods `made_up(number, length, workload, setting)`, a prompt, and
+    `chances(stream, workload)`, an iterator of numbers in [0, 1); the latter also times the turns of sessions.
     """
 
     @classmethod
@@ -305,7 +305,7 @@ def generate(
     prediction needs no tokenizer; the engine passes its own encoder.
     Raises ConfigError when a file is missing, malformed or holds nothing to ask.
     """
-    from twinfer.core.trace_rows import drafts_of, sessions_of  # kept apart: one concept a file
+    from twinfer.core.trace_rows import chances_of, drafts_of, sessions_of  # kept apart: one concept a file
 
     source = source_of(workload, registry)
     setting = Setting(
@@ -340,19 +340,23 @@ def generate(
         times = [t / workload.rate_scale for t in times]
     order = sorted(range(len(sessions)), key=lambda i: times[i])  # stable: ties keep the file's order
     requests: list[Request] = []
-    thinking = random.Random(f"thinking/{workload.seed}")
+    thinking = chances_of(source, "thinking", workload) if workload.think_time else None
     for i in order:
         history = 0
         for turn, draft in enumerate(sessions[i]):
             think_s = draft.think_s
-            if think_s is None and turn and workload.think_time:
-                think_s = -workload.think_time * math.log1p(-thinking.random())
+            if think_s is None and turn and thinking is not None:
+                think_s = -workload.think_time * math.log1p(-next(thinking))
             follows = Follows(requests[-1].id, think_s or 0.0, history) if turn else None
             requests.append(
                 Request(
-                    id=f"r{len(requests)}", prompt=draft.prompt, params=_params(workload, draft), arrival=times[i],
-                    eos_token_ids=eos_token_ids, follows=follows,
-                )  # fmt: skip
+                    id=f"r{len(requests)}",
+                    prompt=draft.prompt,
+                    params=_params(workload, draft),
+                    arrival=times[i],
+                    eos_token_ids=eos_token_ids,
+                    follows=follows,
+                )
             )
             history += len(draft.prompt) + draft.output_len
     return requests

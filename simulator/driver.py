@@ -90,7 +90,7 @@ def arrivals(
 ) -> Generator[simpy.Event, Any, None]:
     """Submit requests when they are due, then close the inbox.
 
-    freed: an event that fires when a client of a closed loop may send again (`Feeder.note`).
+    freed: an event that fires when a client of a closed loop may send again, or a turn has become due (`Feeder.note`).
     front_end: s that a server works on each request, one after the other, before the engine gets it.
     """
     feeder = requests if isinstance(requests, Feeder) else Feeder(requests)
@@ -108,6 +108,9 @@ def arrivals(
         if when is None:
             assert freed is not None, "a closed loop needs to hear what has ended"
             yield freed()
+        elif feeder.listens:
+            assert freed is not None, "a session needs to hear what has ended"
+            yield freed() | env.timeout(max(0.0, when - env.now))
         else:
             yield env.timeout(when - env.now)
     inbox.close()

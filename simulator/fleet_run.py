@@ -133,7 +133,7 @@ class FleetRun:
         self.env = simpy.Environment()
         first = pools["engine"]
         registry = first.registry
-        self.feeder = Feeder(first.requests, first.concurrency)
+        self.feeder = Feeder(first.requests, first.concurrency, answer=0)
         self.num_done = 0
         self.arrived: list[Request] = []
         self.jobs: dict[str, Job] = {}  # that have not ended
@@ -217,6 +217,9 @@ class FleetRun:
             if when is None:
                 self._bell = env.event()
                 yield self._bell
+            elif feeder.listens:
+                self._bell = env.event()
+                yield self._bell | env.timeout(max(0.0, when - env.now))
             else:
                 yield env.timeout(when - env.now)
         self._check_over()

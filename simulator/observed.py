@@ -20,6 +20,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.records import RequestRecord, RunRecord, compute_metrics
 from twinfer.plugins.workload.records import FIELDS
 
+
 def read_log(path: str | Path) -> RunRecord:
     """The log at `path` as a measured run without steps; requests in order of arrival, the first arrives at 0.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import Choice
-from twinfer.core.errors import TwinferError
+from twinfer.core.errors import ConfigError, TwinferError
 from twinfer.core.fleet import Fleet
 from twinfer.core.op_time import OpTime
 from twinfer.core.records import RunRecord
@@ -198,7 +198,13 @@ def requests_of(question: Question, registry: Registry) -> list[Request]:
     """All requests of the question's traffic, sorted by arrival."""
     spec = resolve_spec(question.model)
     context = int(question.base.get("max_model_len") or spec.max_context)
-    return generate(question.workload, spec.vocab_size, context, registry=registry)
+    requests = generate(question.workload, spec.vocab_size, context, registry=registry)
+    if any(r.follows is not None for r in requests):
+        raise ConfigError(
+            "--turns", question.workload.turns, "a search cuts traffic into parts, which would tear sessions apart",
+            "plan for the same requests without sessions, and check the answer with simulate",
+        )  # fmt: skip
+    return requests
 
 
 def busiest(requests: Sequence[Request], num: int) -> Sequence[Request]:

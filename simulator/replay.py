@@ -29,6 +29,7 @@ from twinfer.core.plan import Need, RowResult, StepPlan, StepResult
 from twinfer.core.records import RunRecord, StepRecord
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
+from twinfer.core.session import whole_prompts
 from twinfer.core.spec import ModelSpec
 from twinfer.core.work import StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate
@@ -130,6 +131,8 @@ def requests_of(
     if asked.beam_width > 1 or any(r.index for r in real.requests):
         raise ConfigError("RUN", real.id, "has several samples a request", "replay a run with one answer a request")
     served = [r for r in real.requests if r.num_output_tokens]
+    if (asked.turns or 1) > 1:  # turns were sent when the one before had ended
+        served.sort(key=lambda r: r.arrival)
     if not served:
         raise ConfigError("RUN", real.id, "has no answered request", "replay another run")
     notes = []
@@ -141,7 +144,7 @@ def requests_of(
         try:
             made = generate(asked, spec.vocab_size, config.max_model_len or spec.max_context, encode=encode,
                             registry=registry)  # fmt: skip
-            by_id = {r.id: r.prompt for r in made}
+            by_id = whole_prompts(made)
             prompts = [by_id[r.request_id] for r in served if r.request_id in by_id]
         except TwinferError as error:
             notes.append(f"prompts are stand-ins: {error}")

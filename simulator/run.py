@@ -133,6 +133,8 @@ class World:
     @property
     def at_once(self) -> bool:
         """Everything arrives at the beginning, or when an answer has ended: then times scale with those of steps."""
+        if any(r.follows is not None and r.follows.think_s for r in self.requests):
+            return False
         return self.concurrency is not None or all(r.arrival == 0 for r in self.requests)
 
     def detail(self) -> Detail:
@@ -276,7 +278,7 @@ def run_world(
     done = 0
     told = 0.0
 
-    feeder = Feeder(world.requests, world.concurrency)
+    feeder = Feeder(world.requests, world.concurrency, answer=0)
     bell = env.event()
 
     def freed() -> simpy.Event:

@@ -88,7 +88,7 @@ class Prompts(PoissonArrivals):
                     "--trace", workload.trace, f"{where}: {field}={value!r} is not a number >= 0", "repair that line"
                 )
             numbers[field] = value
-        return Draft(prompt, num_out, **numbers)
+        return Draft(prompt, num_out, numbers["arrival"], numbers["temperature"])
 
 
 def encoded(prompt: Any, where: str, number: int, workload: Workload, setting: Setting) -> Sequence[int]:

@@ -58,7 +58,10 @@ class Log(PoissonArrivals):
                 name = field_of(row, field)
                 if name is None:
                     raise ConfigError(
-                        "--trace", workload.trace, f"{where} has no {field}", f"name it one of {', '.join(FIELDS[field])}"
+                        "--trace",
+                        workload.trace,
+                        f"{where} has no {field}",
+                        f"name it one of {', '.join(FIELDS[field])}",
                     )
                 values[field] = name
             when = row[values["arrival"]]

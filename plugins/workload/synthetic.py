@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 from twinfer.core.technique import Technique
@@ -29,6 +29,12 @@ class PoissonArrivals(Technique):
     def made_up(self, number: int, length: int, workload: Workload, setting: Setting) -> Sequence[int]:
         """A prompt of `length` tokens that no other `number` starts with."""
         return _tokens(number, workload.seed, length, setting.vocab_size)
+
+    def chances(self, stream: str, workload: Workload) -> Iterator[float]:
+        """Numbers in [0, 1) without end, of a stream of their own."""
+        rng = random.Random(f"{stream}/{workload.seed}")
+        while True:
+            yield rng.random()
 
     def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
         """`num` times in s, the first 0; with `ramp_to` the rate changes in a straight line over the requests' time."""

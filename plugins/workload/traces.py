@@ -24,7 +24,6 @@ from twinfer.core.technique import Options
 from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
 
-
 RECORDED = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
 """What a trace says itself."""
 _LOOP = 1_000_003  # more than the blocks of one trace: those of another round are others

@@ -213,3 +213,17 @@ def test_a_closed_loop_keeps_to_its_clients(tiny_llama_dir: Path) -> None:
         others = [r for r in record.requests if r.arrival <= request.arrival < (r.finished or 0.0)]
         assert len(others) <= 2
     assert max(step.num_rows for step in record.steps) == 2
+
+
+def test_turns_of_a_session_come_after_answers_and_find_them_cached(tiny_llama_dir: Path) -> None:
+    record = run_engine(config(tiny_llama_dir), workload(num_requests=6, turns=3, input_len=20, think_time=0.01))
+    requests = {r.request_id: r for r in record.requests}
+    assert record.complete and len(requests) == 6
+    for number in range(6):
+        request, turn = requests[f"r{number}"], number % 3
+        assert request.num_prompt_tokens == 20 * (turn + 1) + 6 * turn
+        if turn:
+            before = requests[f"r{number - 1}"]
+            assert request.arrival > (before.finished or 0)
+            said = before.num_prompt_tokens + before.num_output_tokens - 1  # the last token was never fed
+            assert request.num_cached_tokens == said // 16 * 16
