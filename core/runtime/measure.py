@@ -55,7 +55,8 @@ Design = tuple[tuple[int, int], ...]
 REFERENCE: Design = ((1, 64),)
 DESIGN: tuple[Design, ...] = (
     *(((1, c),) * n for n, c in ((1, 40), (1, 500), (1, 1900), (2, 250), (4, 60), (4, 900), (8, 250), (12, 90),
-                                 (20, 60), (20, 450), (32, 60), (32, 330), (40, 180), (64, 60), (64, 280))),
+                                 (14, 40), (16, 300), (18, 60), (22, 450), (24, 130), (26, 60), (32, 60), (32, 330),
+                                 (40, 180), (64, 60), (64, 280))),
     *(((q, q),) for q in (4, 16, 32, 44, 64, 96, 128, 180, 256, 512, 1024)),
     ((512, 512),) * 4,
     ((4, 260),) * 6, ((16, 16),) * 4, ((64, 64),) * 4, ((128, 128),) * 3, ((24, 24),) * 8, ((170, 170),) * 9,
@@ -64,7 +65,9 @@ DESIGN: tuple[Design, ...] = (
     ((200, 200), (56, 312), *((1, 120),) * 4), ((1, 30), *((1, 600),) * 7), ((264, 264), *((1, 200),) * 63),
     ((60, 60), *((1, 150),) * 31), ((420, 420), (90, 90), *((1, 260),) * 60),
 )  # fmt: skip
-"""Decode steps first, cheap to dear, then prompts, chunks on a context, and mixtures as continuous batching makes them."""
+"""Decode steps first, cheap to dear, then prompts, chunks on a context, and mixtures as continuous batching makes them.
+
+Products take 12 or 16 rows at a time: there are decode steps on both sides of these."""
 RUNS = (
     Workload(num_requests=1, input_len=90, output_len=24, seed=21),
     Workload(num_requests=4, input_len=220, output_len=18, seed=22),
