@@ -97,8 +97,8 @@ def warm_up(engine: Engine, requests: Sequence[Request]) -> None:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     events = [Submit(Request(id=f"warm-up-{i}", prompt=p, params=params)) for i, p in enumerate(prompts)]
     core = engine.build_core()
-    drive(core, engine.executor, LocalInbox(events), time.perf_counter, lambda outputs, now: None)
     _touch(engine, requests)
+    drive(core, engine.executor, LocalInbox(events), time.perf_counter, lambda outputs, now: None)
 
 
 def _touch(engine: Engine, requests: Sequence[Request]) -> None:
