@@ -3,7 +3,7 @@
 The engine is passed in (`core.runtime.run.run_engine`), so this module stays free of torch.
 
 Invariants
-* The workloads share no prompt length with the steps that calibration times, and nothing is fitted here.
+* The four workloads share no prompt length with the steps that calibration times, and nothing is fitted here.
 * Real runs of all workloads and formats are repeated in turn; each metric is the middle of its repeats, and their spread
   is reported with it: an error below it means nothing.
 * The noise floor of the machine comes from the repeats themselves: what identical runs differ by.
