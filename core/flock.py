@@ -248,8 +248,12 @@ class Flock:
         self._full.sort(key=_by_key)
         for member in self._full:
             seq = member.seq
-            grown = ledger.grow(seq, seq.computed, seq.computed + 1)
-            assert not isinstance(grown, int), "a run was planned beyond the memory there is"
+            table = ledger.tables[seq.id]
+            if self._paged and seq.computed == len(table.blocks) * ledger.block_size:
+                ledger.lengthen(table, 1)
+            else:
+                grown = ledger.grow(seq, seq.computed, seq.computed + 1)
+                assert not isinstance(grown, int), "a run was planned beyond the memory there is"
             self._wait(member)
         self._full.clear()
 
