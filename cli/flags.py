@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from twinfer.core.workload import Workload
 
 _MODEL, _TECHNIQUES, _LIMITS, _WORKLOAD, _RECORD = "Model and device", "Techniques", "Limits", "Workload", "Record"
-FLAG_KINDS = ("scheduler", "kv_cache", "attention", "quantizer", "workload")
+FLAG_KINDS = ("scheduler", "kv_cache", "attention", "quantizer", "speculator", "workload")
 _CONFIG_FLAGS = {"quantizer": "--quant"}
 
 
@@ -92,6 +92,14 @@ def _scenario_options(
     quant: Annotated[
         str | None,
         typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Quantizer."),
+    ] = None,
+    speculator: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_TECHNIQUES,
+            metavar="NAME[:OPT=VAL,...]",
+            help="What guesses tokens ahead: draft, ngram, medusa or eagle.",
+        ),
     ] = None,
     op_time: Annotated[
         list[str] | None,
@@ -289,12 +297,12 @@ class Scenario:
         if g["host_kv"] is not None:
             fields["host_kv_bytes"] = parse_size("--host-kv-bytes", g["host_kv"])
         for kind, text in (("scheduler", g["scheduler"]), ("kv_cache", g["kv_cache"]), ("attention", g["attention"]),
-                           ("quantizer", g["quant"])):  # fmt: skip
+                           ("quantizer", g["quant"]), ("speculator", g["speculator"])):  # fmt: skip
             choice = self._choice(kind, text)
             if choice is not None:
                 fields[kind] = choice
         config = make_config(fields)
-        for kind in ("scheduler", "kv_cache", "attention", "quantizer"):
+        for kind in ("scheduler", "kv_cache", "attention", "quantizer", "speculator"):
             choice = getattr(config, kind)
             if choice is not None:  # now, not after the model has been loaded
                 self.session.registry.build(kind, choice)

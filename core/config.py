@@ -80,6 +80,7 @@ class EngineConfig(Checked):
     scheduler: Choice = Choice(name="continuous")
     kv_cache: Choice = Choice(name="paged")
     quantizer: Choice | None = None
+    speculator: Choice | None = None
     op_time: tuple[str, ...] = ()
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=64, ge=1)

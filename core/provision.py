@@ -21,7 +21,7 @@ from twinfer.core.memory_fixes import Question
 from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.policy import Limits
 from twinfer.core.registry import Registry
-from twinfer.core.setup import Setup, adapt_model, groups_of, resolve
+from twinfer.core.setup import Setup, adapt_model, groups_of, resolve, speculator_of
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
 
@@ -149,6 +149,26 @@ def provision(
         )  # fmt: skip
     num_blocks = budget.num_blocks
     pinned = config.num_kv_blocks is not None or config.kv_memory_bytes is not None
+    speculator = speculator_of(config, placed.model, registry, placed.needs)
+    if speculator is not None:
+        weights = speculator.weight_bytes(placed.model, config.layout)
+        more = speculator.kv_bytes_per_token(placed.model, config.layout) * placed.block_size / len(budget.groups)
+        held = f"what guesses takes {weights / 2**30:.2f} GiB of weights a rank"
+        if pinned:
+            reasons["speculator_memory"] = f"{held}: not counted beside a KV pool whose size is given"
+        elif weights or more:
+            num_blocks = int(max(0.0, budget.kv_bytes - weights) // (budget.bytes_per_block + more))
+            slots = num_blocks * placed.block_size // len(budget.groups)
+            if slots < budget.max_model_len:
+                raise ConfigError(
+                    "--speculator", str(config.speculator),
+                    f"{held}, and KV of its own: {slots} tokens of KV fit, not {budget.max_model_len}",
+                    "take a smaller one, more devices (--tp), or lower --max-model-len",
+                )  # fmt: skip
+            reasons["num_kv_blocks"] = (
+                f"{num_blocks}: ({budget.kv_bytes / 2**30:.2f} GiB left for KV - {weights / 2**30:.2f} GiB of drafting "
+                f"weights) / ({budget.bytes_per_block:.0f} B + {more:.0f} B of drafting KV a block)"
+            )
     capped = device.kind == "cpu" and not pinned and budget.kv_bytes > pool_bytes >= budget.bytes_per_block
     if capped:
         num_blocks = config.dp * int(pool_bytes // budget.bytes_per_block)

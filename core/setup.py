@@ -16,10 +16,11 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
-from twinfer.core.memory_parts import largest_kv
+from twinfer.core.memory_parts import largest_kv, refuse_indivisible
 from twinfer.core.policy import KVCache, Limits, Scheduler
 from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
+from twinfer.core.speculation import Speculator
 from twinfer.core.technique import Needs, Technique
 
 _ACTIVATIONS = ("float32", "bfloat16", "float16")
@@ -44,6 +45,7 @@ class Setup:
     groups: tuple[CacheGroup, ...]
     kv_bytes_per_token: float
     kv_bytes_per_slot: float
+    speculator: Speculator | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -103,6 +105,27 @@ def adapt_model(
     return model, tuple(techniques)
 
 
+def speculator_of(config: EngineConfig, model: ModelSpec, registry: Registry, needs: Needs) -> Speculator | None:
+    """What guesses tokens ahead; None without one, and for one that guesses none. ConfigError for what cannot work."""
+    if config.speculator is None:
+        return None
+    speculator: Speculator = registry.build("speculator", config.speculator)
+    reasons = speculator.why_not(replace(needs, model=model))
+    layout = config.layout
+    if layout.devices > layout.tp:
+        reasons.append(f"drafting is modelled over tensor-parallel ranks only, not {layout.flags}")
+    if config.max_outstanding > 1:
+        reasons.append("with --max-outstanding 2 the next step is planned before it is known which guesses are right")
+    if reasons:
+        raise ConfigError("--speculator", str(config.speculator), "; ".join(reasons), "leave it out")
+    if not speculator.num_tokens:
+        return None
+    drafter = speculator.drafter(model)
+    if drafter is not None:
+        refuse_indivisible(drafter, layout)
+    return speculator
+
+
 def _conversion(spec: ModelSpec, model: ModelSpec, techniques: Sequence[Technique]) -> dict[str, str]:
     """What becomes of the checkpoint's attention, in words; nothing when it stays as it was trained."""
     for technique in techniques:
@@ -142,6 +165,11 @@ def resolve(
         why = technique.why_not(replace(needs, model=model))
         if why:
             raise ConfigError(option, technique.name, "; ".join(why), "choose another")
+    speculator = speculator_of(config, model, registry, needs)
+    if speculator is not None:
+        reasons["speculator"] = (
+            f"{config.speculator}: {speculator.num_tokens} guesses a step, {speculator.mean_tokens:.2f} tokens expected of a step"
+        )
     max_len = config.max_model_len
     if max_len is None:
         max_len = model.max_context
@@ -187,5 +215,5 @@ def resolve(
     limits = replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     return Setup(
         config=config, model=model, checkpoint=spec, limits=limits, scheduler=scheduler, kv_cache=kv_cache, techniques=techniques,
-        block_size=block_size, groups=groups, kv_bytes_per_token=per_token, kv_bytes_per_slot=per_slot, reasons=reasons,
+        block_size=block_size, groups=groups, kv_bytes_per_token=per_token, kv_bytes_per_slot=per_slot, speculator=speculator, reasons=reasons,
     )  # fmt: skip

@@ -7,6 +7,7 @@ BUILTINS = (
     "twinfer.plugins.attention",
     "twinfer.plugins.model_family",
     "twinfer.plugins.quantizer",
+    "twinfer.plugins.speculator",
     "twinfer.plugins.device",
     "twinfer.plugins.op_time",
     "twinfer.plugins.workload",

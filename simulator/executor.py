@@ -33,6 +33,7 @@ class CostExecutor:
 
     def __init__(self, timer: StepTimer, scale: float = 1.0, ops: bool = True) -> None:
         self._timer = timer
+        self._speculation = timer.speculation
         self._scale = scale
         self._ops = ops
         self._seconds = 0.0
@@ -56,22 +57,31 @@ class CostExecutor:
         cost = self._timer.cost(plan, self._ops)
         if self.passes is not None:
             cost = self.passes.added(plan, cost)
+        rows = self._rows(plan)
+        if self._speculation is not None:
+            cost = self._speculation.added(plan, rows, cost, self._ops)
         self._seconds += cost.seconds
         self._sigma += cost.sigma
-        if self._beams:
-            rows = tuple([self._candidates(row) if row.need is Need.BEAM else _PLAIN[row.need] for row in plan.rows])
-            for seq in plan.forget:
-                self._beams.pop(seq, None)
-        else:
-            rows = tuple([_FED if row.need is Need.NONE else _SAMPLED for row in plan.rows])
         scale = self._scale
         ops = cost.ops if scale == 1 else {name: s * scale for name, s in cost.ops.items()}
         return StepResult(rows, cost.seconds * scale, cost.sigma, ops)
 
+    def _rows(self, plan: StepPlan) -> tuple[RowResult, ...]:
+        """What each row gave; sequences that are gone are forgotten."""
+        if self._beams:
+            rows = tuple([self._candidates(row) if row.need is Need.BEAM else _PLAIN[row.need] for row in plan.rows])
+            for seq in plan.forget:
+                self._beams.pop(seq, None)
+            return rows
+        if self._speculation is not None:
+            guess = self._speculation.result
+            return tuple([_FED if row.need is Need.NONE else guess(row) for row in plan.rows])
+        return tuple([_FED if row.need is Need.NONE else _SAMPLED for row in plan.rows])
+
     @property
     def serves_runs(self) -> bool:
-        """Whether the cost of decoding follows from the mean context of the sequences alone."""
-        return not self._timer.windows and self.passes is None
+        """Whether decoding gives one token a row, at a cost that follows from the mean context of the sequences alone."""
+        return not self._timer.windows and self.passes is None and self._speculation is None
 
     def decode(self, run: Run) -> list[float]:
         """Seconds of each step of `run`; `took` says how many of them were taken."""

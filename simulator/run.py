@@ -52,6 +52,7 @@ from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.machine import differences
 from twinfer.simulator.op_time import OpTimeChain, build_chain
 from twinfer.simulator.recorded_passes import RecordedPasses, warm_shape
+from twinfer.simulator.speculate import Speculation
 from twinfer.simulator.step_time import StepTimer
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
@@ -203,6 +204,7 @@ def prepare(
 
     windows = [w for w in model.layer_windows if w is not None]
     timer = StepTimer(ops_of, chain, windows, overlap=setup.limits.max_outstanding > 1)
+    timer.speculation = speculation_of(setup, device, config.op_time, registry)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -215,6 +217,22 @@ def prepare(
         setup, registry, device, requests, timer, workload.plain(), reasons, environment, workload.concurrency, chain,
         ops_of,
     )  # fmt: skip
+
+
+def speculation_of(
+    setup: Setup, device: DeviceSpec, op_time: Sequence[str], registry: Registry
+) -> Speculation | None:  # fmt: skip
+    """What guesses tokens ahead in `setup`, and how long that takes on `device`."""
+    speculator, model, layout = setup.speculator, setup.model, setup.config.layout
+    if speculator is None:
+        return None
+    drafter = speculator.drafter(model)
+    if not speculator.draft_ops(model, StepShape.decode(1), layout):
+        return Speculation(speculator, None)
+    chain = build_chain(op_time, device, registry, drafter or model)
+    windows = [w for w in (drafter or model).layer_windows if w is not None]
+    timer = StepTimer(lambda shape: speculator.draft_ops(model, shape, layout), chain, windows, host=False)
+    return Speculation(speculator, timer)
 
 
 class Stopped(Exception):

@@ -28,11 +28,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.work import Op, RowShape, StepShape, copied_slots, swapped_slots
 from twinfer.simulator.op_time import OpTimeChain, host_op
+
+if TYPE_CHECKING:
+    from twinfer.simulator.speculate import Speculation
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
 Group = tuple[int, int, int]
@@ -89,14 +92,19 @@ class StepTimer:
 
     ops_of: the ops of a step (techniques already applied).  windows: sliding windows of the model's
     layers; rows on different sides of a window are kept in different groups.
-    overlap: whether the CPU's part of a step is done beside the device's.
+    overlap: whether the CPU's part of a step is done beside the device's.  host: whether it counts at all.
     """
 
-    def __init__(self, ops_of: OpsOf, chain: OpTimeChain, windows: Sequence[int] = (), overlap: bool = False) -> None:
+    def __init__(
+        self, ops_of: OpsOf, chain: OpTimeChain, windows: Sequence[int] = (), overlap: bool = False,
+        host: bool = True,
+    ) -> None:  # fmt: skip
         self._ops_of = ops_of
         self._chain = chain
         self._windows = sorted(set(windows))
         self._overlap = overlap
+        self._with_host = host
+        self.speculation: Speculation | None = None  # set where steps check guesses
         self._kinds: dict[tuple[str, int], str] | None = None
         self._known: dict[tuple[object, ...], Part] = {}
         self._rows: dict[Group, Part] = {}
@@ -240,6 +248,8 @@ class StepTimer:
 
     def _host(self, rows: int, tokens: int, logits: int) -> Part:
         """What the CPU does for a step."""
+        if not self._with_host:
+            return _NOTHING
         key = ("host", rows, tokens, logits)
         known = self._known.get(key)
         if known is None:

@@ -22,7 +22,7 @@ PURE = frozenset({
     "intake", "policy", "provision", "recorder", "records", "registry", "request", "routing", "seeds", "session", "setup", "spec", "swap",
     "technique", "trace_rows",
     "cache_groups", "prefix_tree",
-    "expert_load", "expert_ops", "latent_ops", "parallel_ops", "ring_ops", "state_ops",
+    "expert_load", "expert_ops", "latent_ops", "parallel_ops", "ring_ops", "speculation", "state_ops",
     "work", "workload",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
