@@ -99,11 +99,11 @@ class BlockPool:
         """Idle blocks, which lose their content, in the order of the policy; there are enough."""
         pops = getattr(self.idle, "pops", None)
         if pops is None or not self.chains:
-            evicted = []
+            taken = []
             for _ in range(count):
-                evicted.append(self.idle.pop())
-                self._unpublish(evicted[-1])
-            return evicted
+                taken.append(self.idle.pop())
+                self._unpublish(taken[-1])
+            return taken
         evicted: list[int] = pops(count)
         at, node = 0, self.node
         while at < count:

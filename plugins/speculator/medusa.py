@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.layout import Layout
 from twinfer.core.speculation import Chance, Speculator
-from twinfer.core.technique import Options
+from twinfer.core.technique import Options as TechniqueOptions
 from twinfer.core.work import Linear, Op, StepShape
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Medusa(Speculator):
     summary = "extra heads guess the next tokens at once from the last hidden state, one token a head"
     reference = "Cai et al.: Medusa: Simple LLM Inference Acceleration with Multiple Decoding Heads (arXiv:2401.10774)"
 
-    class Options(Options):
+    class Options(TechniqueOptions):
         heads: int = Field(default=4, ge=0, le=64, description="heads, each guesses one token; 0 is no speculation")
         alpha: Chance | tuple[Chance, ...] = Field(
             default=0.6, description="chance that a guess is right, those before it being right; or one a head"

@@ -20,7 +20,7 @@ from typing import Any, overload
 from pydantic import Field
 
 from twinfer.core.errors import ConfigError
-from twinfer.core.technique import Options
+from twinfer.core.technique import Options as TechniqueOptions
 from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
 
@@ -89,7 +89,7 @@ class BurstGPTTrace(PoissonArrivals):
     summary = "BurstGPT trace: CSV with Timestamp (s), Model, Request tokens, Response tokens"
     reference = "Wang et al., BurstGPT, KDD 2025 (arXiv:2401.17644)"
 
-    class Options(Options):
+    class Options(TechniqueOptions):
         """model: take only the rows of this model (column Model), e.g. ChatGPT or GPT-4; empty for all."""
 
         model: str = Field(default="", description="only the rows of this model; empty for all")
