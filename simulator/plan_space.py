@@ -119,6 +119,7 @@ def devices_of(config: EngineConfig) -> int:
 
 def check_question(question: Question, registry: Registry) -> None:
     """Raise ConfigError for a question that has no answer whatever is tried."""
+    _alone(question, "speculator", question.base.get("speculator"))
     workload = question.workload
     if not workload.ignore_eos:
         raise ConfigError(
@@ -225,6 +226,11 @@ def pools_of(text: Any) -> tuple[int, int]:
 
 def _alone(question: Question, name: str, value: Any) -> None:
     """ConfigError when `value` is nothing that the field `name` could ever be."""
+    if name == "speculator" and value is not None:
+        raise ConfigError(
+            "speculator", str(value), "the bounds of the search hold for one token per sequence and step",
+            "plan without it, and `twinfer simulate --speculator` the plan that was found",
+        )  # fmt: skip
     if name == "pools":
         pools_of(value)
     if name in FLEET_AXES:
