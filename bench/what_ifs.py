@@ -1,9 +1,10 @@
 """What-ifs: one question a table, answered by the simulator with shipped models and devices.
 
-    python bench/what_ifs.py [--only NAME[,NAME]] [--list]
+    python bench/what_ifs.py [--only NAME[,NAME]] [--op-time-model M ...] [--list]
 
-Prints markdown, as it stands in docs/what-ifs/. Op times are the device files' rooflines: no hardware was run. Equal
-arguments give equal tables; what does not fit says so in its cell.
+Prints markdown, as it stands in docs/what-ifs/. Op times are the device files' rooflines unless
+`--op-time-model` names other models: no hardware was run. Equal arguments give equal tables; what does not fit says so in
+its cell.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from twinfer.simulator.fleet_run import simulate_fleet
 
 Engine = dict[str, Any]
 REFUSED = "does not fit"
+OP_TIME: list[str] = []  # models of op times that were asked for, in their order
 
 
 def run(engine: Engine, **workload: Any) -> RunRecord | None:
-    """One simulated run; None where the engine cannot be set up (memory)."""
+    """One simulated run at `OP_TIME`; None where the engine cannot be set up (memory)."""
     try:
-        config = EngineConfig.model_validate({"device": "h100-sxm", **engine})
+        config = EngineConfig.model_validate({"device": "h100-sxm", "op_time": tuple(OP_TIME), **engine})
         return simulate_fleet(Fleet(engine=config), Workload(seed=1, **workload), bands=False)
     except (ConfigError, ModelError) as error:
         print(f"{engine}: {error}", file=sys.stderr)
@@ -290,34 +292,9 @@ def experts() -> None:
     )  # fmt: skip
 
 
-def accelerators() -> None:
-    """A GPU, or a machine of SRAM?"""
-    machines: dict[str, Engine] = {
-        "1 H100 SXM": {"device": "h100-sxm"}, "8 H100 SXM, tp 8": {"device": "h100-sxm", "tp": 8},
-        "1 SN40L": {"device": "sn40l"}, "1 WSE-3": {"device": "wse-3"},
-        "128 Groq, tp 4 pp 32": {"device": "groq-lpu", "tp": 4, "pp": 32, "dtype": "float16"},
-    }  # fmt: skip
-    batches = (1, 4, 16, 64, 256)
-
-    def rows() -> Iterable[list[str]]:
-        for name, engine in machines.items():
-            found = [
-                closed({"model": "llama-3.1-8b", "max_model_len": 1024, **engine}, batch, 512, 64) for batch in batches
-            ]
-            devices = EngineConfig.model_validate({"model": "llama-3.1-8b", **engine}).layout.devices
-            alone = "" if found[0] is None else f"{1 / found[0].metrics['tpot']['p50']:,.0f}"
-            each = "" if found[-1] is None else f"{found[-1].metrics['output_throughput'] / devices:,.0f}"
-            yield [name, alone or REFUSED, *map(rate, found), each or REFUSED]
-
-    table(
-        ["machine", "tok/s of one request", *(f"tok/s, {n}" for n in batches), "per device, 256"], rows(),
-        "Llama-3.1-8B in 16 bits, 512 tokens in, 64 out, by clients:",
-    )  # fmt: skip
-
-
 TABLES: dict[str, Callable[[], None]] = {
     "batching": batching, "kv-cache": kv_cache, "attention": attention, "formats": formats,
-    "long-context": long_context, "experts": experts, "accelerators": accelerators,
+    "long-context": long_context, "experts": experts,
 }  # fmt: skip
 
 
@@ -325,7 +302,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"of {', '.join(TABLES)}; several with commas between")
     parser.add_argument("--list", action="store_true", help="names and questions, and no runs")
+    parser.add_argument("--op-time-model", action="append", default=[], help="as for `twinfer simulate`")
     args = parser.parse_args()
+    OP_TIME.extend(args.op_time_model)
     names = args.only.split(",") if args.only else list(TABLES)
     for name in names:
         if name not in TABLES:

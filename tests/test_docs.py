@@ -30,6 +30,10 @@ DOCUMENTS = (
     "docs/op-times.md",
     "docs/capacity-planning.md",
     "docs/memory.md",
+    *(
+        f"docs/what-ifs/{name}.md"
+        for name in ("README", "batching", "kv-cache", "attention", "formats", "long-context", "experts")
+    ),
 )
 
 
