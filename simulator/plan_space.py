@@ -119,7 +119,8 @@ def devices_of(config: EngineConfig) -> int:
 
 def check_question(question: Question, registry: Registry) -> None:
     """Raise ConfigError for a question that has no answer whatever is tried."""
-    _alone(question, "speculator", question.base.get("speculator"))
+    if question.base.get("speculator") is not None:
+        _alone(question, "speculator", question.base["speculator"])
     workload = question.workload
     if not workload.ignore_eos:
         raise ConfigError(

@@ -5,8 +5,8 @@
          + `passes` passes of it over one token of each row that got a token
 
 Invariants
-* Whether a guess is right depends on its sequence's seed and its position alone, not on what runs beside it. No position
-  is drawn twice: the position of a wrong guess is taken by the model's own token.
+* Whether a guess is right depends on its sequence's name and seed and its position alone, not on what runs beside it.
+  No position is drawn twice: the position of a wrong guess is taken by the model's own token.
 * The passes of a step are timed at their mean context; attention is linear in it.
 * Work of the CPU for drafting is not counted; kernel launches are where op times have them.
 """
@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 from twinfer.core.plan import Need, Row, RowResult, StepPlan
 from twinfer.core.seeds import draw, mix
 from twinfer.core.speculation import Speculator
 from twinfer.simulator.step_time import StepCost, StepTimer
-
-_GUESS = 0x6E55  # keeps these draws apart from those of sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Speculation:
     def result(self, row: Row) -> RowResult:
         """What a row that needs tokens gave: made-up ones, and guesses for the next step."""
         first = row.stop - row.draft  # position of the first guess
-        seed = mix(row.seed ^ _GUESS)
+        seed = mix(row.seed ^ crc32(row.seq.encode()))  # replicas number their sequences alike
         right = 0
         while right < row.draft and draw(seed, first + right) < self.speculator.chance(right + 1):
             right += 1
