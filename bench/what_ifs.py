@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from twinfer.core.config import EngineConfig
+from twinfer.core.device import load_device
 from twinfer.core.errors import ConfigError, ModelError
 from twinfer.core.fleet import Fleet
 from twinfer.core.records import RunRecord
@@ -61,8 +62,8 @@ def ms(record: RunRecord | None, name: str, of: str = "p50", digits: int = 1) ->
     return metric(record, name, of, 1e3, digits)
 
 
-def decode_ms(engine: Engine, batch: int, input_len: int = 256, output_len: int = 256) -> str:
-    """Median decode step of `batch` rows, in ms: prompts are in before the first answer ends."""
+def decode_s(engine: Engine, batch: int, input_len: int = 256, output_len: int = 256) -> float | str:
+    """Median decode step of `batch` rows in s, or why there is none: prompts are in before the first answer ends."""
     budget = max(8192, -(-batch * input_len * 2 // output_len))
     record = run(
         {"max_num_seqs": batch, "max_num_batched_tokens": budget, **engine}, num_requests=batch, rate=math.inf,
@@ -71,7 +72,12 @@ def decode_ms(engine: Engine, batch: int, input_len: int = 256, output_len: int 
     if record is None:
         return REFUSED
     steps = [step.seconds for step in record.steps if step.num_decode_rows == step.num_tokens == batch]
-    return f"{statistics.median(steps) * 1e3:,.2f}" if steps else "never at once"
+    return statistics.median(steps) if steps else "never at once"
+
+
+def decode_ms(engine: Engine, batch: int) -> str:
+    found = decode_s(engine, batch)
+    return found if isinstance(found, str) else f"{found * 1e3:,.2f}"
 
 
 def busy(record: RunRecord | None) -> str:
@@ -292,9 +298,37 @@ def experts() -> None:
     )  # fmt: skip
 
 
+def accelerators() -> None:
+    """A GPU, or a machine of SRAM?"""
+    machines: dict[str, Engine] = {
+        "1 H100 SXM": {"device": "h100-sxm"}, "1 SN40L": {"device": "sn40l"},
+        "128 Groq, tp 8 pp 16": {"device": "groq-lpu", "tp": 8, "pp": 16, "dtype": "float16"},
+        "256 Groq, tp 8 pp 32": {"device": "groq-lpu", "tp": 8, "pp": 32, "dtype": "float16"},
+        "1 WSE-3": {"device": "wse-3"},
+    }  # fmt: skip
+    batches = (2, 4, 16, 64)
+
+    def rows() -> Iterable[list[str]]:
+        for name, machine in machines.items():
+            device = load_device(str(machine["device"]))
+            ridge = device.peak_flops["float16"] / device.memory_bandwidth
+            engine = {"model": "llama-3.1-8b", "max_model_len": 512, "max_num_batched_tokens": 256, **machine}
+            one = run({**engine, "max_num_seqs": 1}, num_requests=1, input_len=64, output_len=64)
+            room = REFUSED if one is None else f"{one.steps[0].total_blocks * one.steps[0].block_size:,}"
+            alone = decode_s(engine, 1, 64)
+            steps = [decode_s(engine, n, 64) for n in batches] if one else [REFUSED] * len(batches)
+            times = [s if isinstance(s, str) or isinstance(alone, str) else f"{s / alone:.2f}" for s in steps]
+            yield [name, f"{ridge:,.1f}", room, *times]
+
+    table(
+        ["machine", "FLOPs per byte", "KV room, tokens", *(f"step of {n} rows / of 1" for n in batches)], rows(),
+        "Llama-3.1-8B in 16 bits, rows with 64 to 320 tokens of KV:",
+    )  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "batching": batching, "kv-cache": kv_cache, "attention": attention, "formats": formats,
-    "long-context": long_context, "experts": experts,
+    "long-context": long_context, "experts": experts, "accelerators": accelerators,
 }  # fmt: skip
 
 

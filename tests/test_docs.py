@@ -32,7 +32,16 @@ DOCUMENTS = (
     "docs/memory.md",
     *(
         f"docs/what-ifs/{name}.md"
-        for name in ("README", "batching", "kv-cache", "attention", "formats", "long-context", "experts")
+        for name in (
+            "README",
+            "batching",
+            "kv-cache",
+            "attention",
+            "formats",
+            "long-context",
+            "experts",
+            "accelerators",
+        )
     ),
 )
 
