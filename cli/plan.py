@@ -255,6 +255,7 @@ def _axes(
     from twinfer.core.config import EngineConfig
     from twinfer.core.device import device_files, load_device
     from twinfer.core.dtypes import canonical_dtype
+    from twinfer.core.errors import ConfigError
     from twinfer.simulator.plan_space import DEFAULT_SEQS, DEFAULT_TOKENS, DEFAULT_TP, default_devices
 
     axes: dict[str, tuple[Any, ...]] = {"device": default_devices(session.registry)}
@@ -277,7 +278,14 @@ def _axes(
             )  # fmt: skip
     if given["router"]:
         axes["router"] = tuple(str(parse_technique(session, "router", text)) for text in given["router"])
-    return {**axes, **_tries(tries or ())}
+    tried = _tries(tries or ())
+    for name in tried:
+        if given.get(name):
+            option = {"quantizer": "--quant"}.get(name, "--" + name.replace("_", "-"))
+            raise ConfigError(
+                "--try", f"{name}={tried[name][0]}", f"{option} says what to try, too", "give one of the two"
+            )
+    return {**axes, **tried}
 
 
 def _tries(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -353,7 +361,10 @@ def _prices(session: Session, texts: Sequence[str]) -> dict[str, float]:
             eq = ""
         if not eq:
             raise ConfigError("--price", text, "is no price of a device", "write DEVICE=USD, e.g. h100-sxm=2.5")
-        prices[load_device(name, session.registry).name] = value
+        device = load_device(name, session.registry).name
+        if device in prices:
+            raise ConfigError("--price", text, f"{device} had a price before", "give each device one price")
+        prices[device] = value
     return prices
 
 

@@ -301,7 +301,8 @@ class Core:
         else:
             assert seq.kv_load is not None
             self._advance(seq, min(seq.kv_load.num_tokens, seq.known - 1))
-            seq.num_cached = seq.computed
+            if not seq.num_preemptions:
+                seq.num_cached = seq.computed
             seq.kv_load = None
             seq.status = Status.RUNNING
             self.admitted(seq)

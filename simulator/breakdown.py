@@ -6,6 +6,7 @@
 
 Invariants
 * A replica that failed comes back empty after its repair and its start; steps in progress and its caches are lost.
+* A fleet that fails too often to serve anything ends in an error, not in an endless run.
 * Times are drawn from the fleet's seed and the replica's number alone.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import simpy
 
+from twinfer.core.errors import ConfigError
 from twinfer.core.events import Abort
 from twinfer.simulator.front import Job
 from twinfer.simulator.replica import Replica
@@ -24,12 +26,18 @@ from twinfer.simulator.replica import Replica
 if TYPE_CHECKING:
     from twinfer.simulator.fleet_run import FleetRun
 
+IN_VAIN = 200
+"""Failures per replica, with requests open and no token of any between them, after which a run is given up: even a token
+that takes five times as long as a replica lives would most likely have come by then.
+"""
+
 
 class Breakdowns:
     """The failures of one fleet run."""
 
     def __init__(self, run: FleetRun) -> None:
         self._run = run
+        self.in_vain = 0  # failures since the last token
 
     def schedule(self) -> None:
         """The failures at given times; before them, `watch` was called for the replicas that are named."""
@@ -58,6 +66,12 @@ class Breakdowns:
             return
         was, replica.state = replica.state, "failed"
         replica.num_failures += 1
+        self.in_vain = self.in_vain + 1 if run.jobs else 0
+        if run.fleet.mtbf is not None and self.in_vain > IN_VAIN * len(run.replicas):
+            run.give_up(ConfigError(
+                "--mtbf", run.fleet.mtbf, f"{self.in_vain} failures in a row let no request have one more token",
+                "give a longer mean time between failures, shorter prompts, or larger replicas",
+            ))  # fmt: skip
         front = run.front_of(replica)
         front.close(replica)
         front.forget(replica)
@@ -86,6 +100,8 @@ class Breakdowns:
                 if not job.in_prefill:
                     run.place(job, run.back)
                 continue
+            if told:
+                self.in_vain = 0
             if job.request.params.num_samples == 1:
                 job.told += told
             run.place_again(job)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec, load_device
-from twinfer.core.memory_parts import heaviest_rank
+from twinfer.core.memory_parts import heaviest_rank, refuse_indivisible
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.setup import adapt_model
 from twinfer.core.technique import Needs
@@ -46,6 +46,7 @@ def explain(
     spec = resolve_spec(config.model)
     needs = Needs(world="simulator", device="cpu" if device.kind == "cpu" else "cuda", dtype=spec.dtype)
     model, techniques = adapt_model(config, spec, registry, needs)
+    refuse_indivisible(model, config.layout)
     device = device.placed(heaviest_rank(model, config.layout))
     ops: Sequence[Op] = step_ops(model, shape, config.layout)
     for technique in techniques:

@@ -274,6 +274,8 @@ class FleetRun:
         self.place(piece.job, self.back)
 
     def _emitted(self, replica: Replica, outputs: Sequence[Output], now: float) -> None:
+        if outputs:
+            self.breakdowns.in_vain = 0
         for output in outputs:
             if not isinstance(output, TokenDelta):
                 self._ended(replica, output, now)
@@ -332,6 +334,11 @@ class FleetRun:
         if self.feeder.note((Rejected(job.request.id, ""),), now) and not self._bell.triggered:
             self._bell.succeed()
         self._check_over()
+
+    def give_up(self, why: Exception) -> None:
+        """The run cannot come to an end: `run` raises `why`."""
+        if not self._over.triggered:
+            self._over.fail(why)
 
     def _check_over(self) -> None:
         if self.feeder.exhausted and not self.jobs and not self._over.triggered:

@@ -138,6 +138,17 @@ class Transfers:
                 )  # fmt: skip
             network.add_link(f"up{i}", link * n)
             network.add_link(f"down{i}", link * n)
+        if replica.pool != "decode":
+            for option, limit in (
+                ("--host-tier-bytes", fleet.host_tier_bytes),
+                ("--shared-tier-bytes", fleet.shared_tier_bytes),
+            ):
+                least = self._node_bytes(replica, HOST if option == "--host-tier-bytes" else STORE)
+                if limit is not None and limit < least:
+                    raise ConfigError(
+                        option, limit, f"it keeps blocks of {fleet.tier_block} tokens ({least:.0f} B) and has room for none",
+                        f"give at least {least:.0f}, or a smaller --tier-block",
+                    )  # fmt: skip
 
     @property
     def num_flows(self) -> int:
@@ -287,6 +298,11 @@ class Transfers:
         latency = self._latency if handle == STORE else 0.0
         return latency + self._device_bytes(replica, tokens) / self.network.share(self._path(replica, handle))
 
+    def _node_bytes(self, replica: Replica, holder: object) -> float:
+        """Bytes of one block of a tier."""
+        block = self._fleet.tier_block
+        return kv_bytes(replica.world, block) if holder == STORE else self._device_bytes(replica, block)
+
     def _device_bytes(self, replica: Replica, tokens: int) -> float:
         """Bytes that all devices of a replica read: one that holds a copy reads it, too."""
         setup = replica.world.setup
@@ -338,7 +354,7 @@ class Transfers:
     ) -> None:
         assert self.tiers is not None
         tiers, block = self.tiers, self._fleet.tier_block
-        node_bytes = self._device_bytes(replica, block) if holder != STORE else kv_bytes(replica.world, block)
+        node_bytes = self._node_bytes(replica, holder)
         whole = (len(request.prompt) + len(tail)) // block
         new = whole - min(whole, tiers.depths(request).get(holder, 0) // block)
         flows = self._stores.setdefault(replica.index, {})

@@ -46,3 +46,9 @@ def test_the_table_names_rules_and_the_chain(cli: Callable) -> None:
 def test_bad_rows_are_refused_by_name(cli: Callable, option: str, text: str) -> None:
     ran = cli("explain", "--model", "llama-3.1-8b", "--device", "h100-sxm", option, text)
     assert ran.code == 2 and ran.err.startswith(f"error: {option}") and text in ran.err
+
+
+def test_ranks_that_cannot_share_the_model_are_refused_as_in_simulate(cli: Callable) -> None:
+    cli("explain", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--tp", "3").is_error(
+        "--tp=3", "32 attention heads"
+    )

@@ -64,6 +64,8 @@ def test_without_fleet_options_nothing_changes(cli: Callable) -> None:
         (("--max-replicas", "2"), ("--target-requests",)),
         (("--max-replicas", "2", "--target-busy", "7"), ("--target-busy",)),
         (("--mtbf", "-1"), ("--mtbf",)),
+        (("--host-tier-bytes", "1MB"), ("--host-tier-bytes", "256 tokens", "--tier-block")),
+        (("--shared-tier-bytes", "1MB"), ("--shared-tier-bytes", "256 tokens")),
     ],
 )
 def test_mistakes_are_named(cli: Callable, options: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -57,6 +57,8 @@ def test_a_trace_at_several_times_its_rate(cli: Callable, tmp_path: Path) -> Non
         ((*SLO, "--workers", "0"), ("--workers",)), ((*SLO, "--max-replicas", "0"), ("--max-replicas",)),
         ((*SLO, "--concurrency", "4"), ("--concurrency",)), ((*SLO, "--resume", "missing.json"), ("--resume",)),
         ((*SLO, "--stop-at-eos"), ("--stop-at-eos",)),
+        ((*SLO, "--price", "h100-sxm=1", "--price", "h100=2"), ("--price", "before")),
+        ((*SLO, "--try", "tp=4"), ("--try='tp=4'", "--tp")),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(cli: Callable, more: tuple[str, ...], words: tuple[str, ...]) -> None:
