@@ -114,6 +114,8 @@ def speculator_of(config: EngineConfig, model: ModelSpec, registry: Registry, ne
     layout = config.layout
     if layout.devices > layout.tp:
         reasons.append(f"drafting is modelled over tensor-parallel ranks only, not {layout.flags}")
+    if model.linear_attention is not None:
+        reasons.append(f"{model.name} has layers that carry a state, which cannot go back to the last right guess")
     if config.max_outstanding > 1:
         reasons.append("with --max-outstanding 2 the next step is planned before it is known which guesses are right")
     if reasons:

@@ -103,7 +103,12 @@ def test_wrong_guesses_cost_and_right_ones_pay() -> None:
         for text in (None, "ngram:num_tokens=4,alpha=0", "ngram:num_tokens=4,alpha=1")
     )
     assert right < 0.3 * plain and right < wrong
-    crowd = {"num_requests": 200, "output_len": 8, "max_num_seqs": 200, "max_num_batched_tokens": 30_000}
+    crowd: dict[str, Any] = {
+        "num_requests": 200,
+        "output_len": 8,
+        "max_num_seqs": 200,
+        "max_num_batched_tokens": 30_000,
+    }
     plain, wrong = (predict(text, **crowd).metrics["duration"] for text in (None, "ngram:num_tokens=4,alpha=0"))
     assert plain < wrong
 
@@ -169,6 +174,7 @@ def test_what_drafts_takes_memory_from_the_pool() -> None:
         ({"speculator": "ngram:alpha=2"}, "alpha"),
         ({"speculator": Choice(name="ngram", options={"profile": [0.5]})}, "1 chances for 4"),
         ({"speculator": Choice(name="medusa", options={"alpha": [0.5]})}, "1 chances for 4"),
+        ({"speculator": "ngram", "model": "qwen3-next-80b", "tp": 4}, "last right guess"),
         ({"speculator": "oracle"}, "no such speculator"),
     ],
 )
