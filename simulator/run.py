@@ -190,6 +190,10 @@ def prepare(
         known = coverage(device, setup.model)
         if known:
             reasons["device"] += f"; {known}"
+    elif not device.efficiency:
+        reasons["device"] = (
+            f"{device.name} reaches the peaks of its data sheet here, an upper bound of speed: nothing was measured"
+        )
     model, techniques = setup.model, setup.techniques
     device = device.placed(heaviest_rank(model, layout))  # as `provision` did
     chain = build_chain(config.op_time, device, registry, model)

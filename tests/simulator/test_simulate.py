@@ -309,3 +309,19 @@ def test_a_front_end_takes_requests_one_after_the_other() -> None:
         assert b.first_token == pytest.approx(number + simulate(config, workload.model_copy(
             update={"num_requests": 1}), REGISTRY).requests[0].first_token, rel=1e-3)  # fmt: skip
         assert a.first_token < 1 < b.first_token
+
+
+def test_a_device_without_measured_efficiency_is_said_to_be_a_bound() -> None:
+    workload = Workload(num_requests=1, input_len=20, output_len=5)
+    bound, fitted = (
+        simulate(EngineConfig(model="llama-3.1-8b", device=device), workload).reasons
+        for device in ("wse-3", "h100-sxm")
+    )
+    assert "upper bound of speed" in bound["device"] and "device" not in fitted
+
+
+def test_one_request_waits_for_every_stage_of_a_pipeline() -> None:
+    """Weights are read once per token, whatever the number of wafers they lie on."""
+    workload = Workload(num_requests=1, input_len=20, output_len=5)
+    record = simulate(EngineConfig(model="llama-3.1-70b", device="wse-3", pp=4), workload)
+    assert record.metrics["tpot"]["mean"] > 141.1e9 / 21e15
