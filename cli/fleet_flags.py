@@ -193,7 +193,8 @@ class FleetFlags:
             first = error.errors()[0]
             name = str(first["loc"][-1])
             option = {"repair_s": "--repair", "boot_s": "--boot-time", "interval_s": "--scale-interval",
-                      "down_after_s": "--scale-down-after"}.get(name, "--" + name.replace("_", "-"))  # fmt: skip
+                      "down_after_s": "--scale-down-after",
+                      "replicas": "--replicas" if g["prefill_replicas"] is None else "--prefill-replicas"}.get(name, "--" + name.replace("_", "-"))  # fmt: skip
             raise ConfigError(
                 option, first.get("input"), first["msg"].lower(), "see `twinfer simulate --help`"
             ) from None

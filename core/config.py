@@ -108,10 +108,9 @@ class EngineConfig(Checked):
     def _check(self) -> EngineConfig:
         layout = self.layout  # refuses groups that do not go together
         if self.num_devices is not None and self.num_devices % layout.devices:
-            more = -(-self.num_devices // layout.devices) * layout.devices
             raise ConfigError(
                 "--num-devices", self.num_devices, f"one replica {layout.flags} takes {layout.devices} device(s)",
-                f"give a multiple of {layout.devices}, such as {more}",
+                f"give {layout.devices}, or leave it out",
             )  # fmt: skip
         if self.num_kv_blocks is not None and self.kv_memory_bytes is not None:
             raise ConfigError(

@@ -50,6 +50,7 @@ def test_without_fleet_options_nothing_changes(cli: Callable) -> None:
     ("options", "words"),
     [
         (("--replicas", "0"), ("--replicas",)),
+        (("--prefill-replicas", "0", "--decode-replicas", "1"), ("--prefill-replicas=0",)),
         (("--router", "nearest"), ("--router", "round_robin")),
         (("--prefill-replicas", "2"), ("--prefill-replicas", "--decode-replicas")),
         (("--replicas", "2", "--prefill-replicas", "2", "--decode-replicas", "1"), ("--prefill-replicas",)),
