@@ -82,6 +82,7 @@ def serve(
             core.receive(StepDone(plan.step, executor.execute(plan)), 0.0)
             seen["held"] = max(seen["held"], core.ledger.pool.held)
             seen["copies"] += len(plan.copies)
+            seen["hits"] += sum(grant.shared for grant in plan.grants)  # of those that return after a preemption, too
         seen["steps"] += 1
         assert core.audit() == []
         for output in core.outputs():
@@ -92,7 +93,6 @@ def serve(
                 assert output.reason == "length", output
                 seen["preemptions"] += output.num_preemptions
                 seen["swaps"] += output.num_swaps
-                seen["hits"] += output.num_cached_tokens
     return tokens, seen
 
 
