@@ -301,8 +301,7 @@ class Core:
         else:
             assert seq.kv_load is not None
             self._advance(seq, min(seq.kv_load.num_tokens, seq.known - 1))
-            if not seq.num_preemptions:
-                seq.num_cached = seq.computed
+            seq.num_cached = seq.computed
             seq.kv_load = None
             seq.status = Status.RUNNING
             self.admitted(seq)

@@ -278,8 +278,7 @@ class Planner:
             seq.computed = ledger.fork(seq, leader)
         else:
             seq.computed = ledger.admit(seq, hits)
-        if not seq.num_preemptions:  # later it would count what the sequence itself has computed
-            seq.num_cached = seq.computed
+        seq.num_cached = seq.computed
         seq.status = _RUNNING
         core.admitted(seq)
         self.admitted.append(seq)

@@ -140,7 +140,7 @@ class Sequence:
         self.host: HostCopy | None = None  # KV kept there; only while waiting
         self.order: tuple[object, ...] = ()
         self.leader: Sequence | None = None  # sample 0 of the same request, for forks
-        self.num_cached = 0  # tokens found in the prefix cache at the first admission
+        self.num_cached = 0  # tokens found in the prefix cache at the latest admission
         self.kv_load = request.kv_from
         params = request.params
         self.stop_ids = frozenset(params.stop_token_ids) | (
