@@ -252,11 +252,11 @@ LINT = r"""
 """
 
 OVERLAP = r"""
-() => {  // blocks of the page that lie over each other
+() => {  // blocks of the page that lie over each other; what a closed expander holds is not seen
   const found = [], blocks = [...document.querySelectorAll(
     '[data-testid=stMain] [data-testid=stMetric], [data-testid=stMain] .js-plotly-plot, [data-testid=stMain] h1, [data-testid=stMain] h3, ' +
     '[data-testid=stMain] [data-testid=stSelectbox], [data-testid=stMain] [data-testid=stButton]')]
-    .map(e => ({name: e.dataset.testid || e.tagName, box: e.getBoundingClientRect()})).filter(b => b.box.width && b.box.height);
+    .filter(e => e.checkVisibility()).map(e => ({name: e.dataset.testid || e.tagName, box: e.getBoundingClientRect()})).filter(b => b.box.width && b.box.height);
   for (let i = 0; i < blocks.length; i++) for (let j = i + 1; j < blocks.length; j++) {
     const a = blocks[i].box, b = blocks[j].box;
     const x = Math.min(a.right, b.right) - Math.max(a.left, b.left), y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
