@@ -214,7 +214,9 @@ def peak_flops(device: DeviceSpec, dtype: str) -> float:
 
 def gemm_curve(curves: Curves, device: DeviceSpec, dtype: str) -> GemmCurve | None:
     """Constants of products in `dtype`: of FP4 without any of its own those of FP8, or of 16 bits where a device has no
-    FP4 units and computes in them."""
+    FP4 units and computes in them. FP8 without units of its own is computed in 16 bits, too."""
+    if dtype == "fp8" and dtype not in device.peak_flops:
+        dtype = "bfloat16"
     found: GemmCurve | None = pick(curves.gemm, dtype)
     if found is None and dtype == "fp4":
         found = pick(curves.gemm, "fp8" if dtype in device.peak_flops else "bfloat16")

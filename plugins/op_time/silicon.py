@@ -50,6 +50,8 @@ SYSTEMS = {
 """Device of twinfer -> system of the package."""
 
 PARTIAL = 0.2  # a version with fewer rows than this share of the fullest one's is an addition to it, not a table
+NARROWER = 0.9
+"""Weights of fewer than this share of a table's bytes are of another format (scales add a few per cent, never take)."""
 _GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16"}
 _KV_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
 _TABLES = {"gemm": "gemm_perf", "attention": "generation_attention_perf", "comm": "custom_allreduce_perf"}
@@ -252,6 +254,9 @@ class SystemTables:
     def _product(self, op: Op, device: DeviceSpec, fp8: str) -> Answer | None:
         dtype = fp8 if op.dtype == "fp8" else _GEMM_DTYPES.get(op.dtype)
         m, n, k = op.shape
+        width = 1.0 if op.dtype == "fp8" else 2.0  # bytes that the measured kernels read of a weight
+        if op.bytes_read < NARROWER * width * n * k:
+            return None  # weights are widened inside the product: another kernel, which nobody measured
         table = self.gemm(dtype, device) if dtype else None
         answer = table.time((n, k), m) if table is not None else None
         if answer is not None and dtype == "fp8" and op.name in self._facts.narrowed_before:

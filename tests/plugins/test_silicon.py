@@ -132,6 +132,12 @@ def test_the_newest_version_is_read_unless_another_is_named(systems: Path) -> No
     assert newest.source == "measured" and newest.sigma > 0 and "h100_sxm" in newest.detail
 
 
+def test_narrower_weights_are_not_what_the_table_measured(systems: Path) -> None:
+    source = model(systems)
+    assert source.time(replace(gemm(64), bytes_read=0.5 * 4096**2 + 2 * 64 * 4096), H100) is None
+    assert source.time(gemm(64), H100) is not None
+
+
 def attention(*rows: tuple[int, int]) -> Op:
     return Op("attention", "attention", 1.0, 1.0, 1.0, "bfloat16", shape=(32, 8, 128, 128, 0),
               rows=tuple(RowShape(*row) for row in rows))  # fmt: skip
@@ -215,7 +221,7 @@ def fp8(systems: Path) -> Path:
 
 
 def product(name: str, m: int = 64) -> Op:
-    return Op(name, "gemm", 1.0, 1.0, 1.0, "fp8", shape=(m, 4096, 4096))
+    return Op(name, "gemm", 1.0, 4096.0**2, 1.0, "fp8", shape=(m, 4096, 4096))
 
 
 def streaming(name: str, m: int = 64, dtype: str = "bfloat16") -> Op:
