@@ -170,7 +170,7 @@ def _search(evaluator: Evaluator, drive: _Drive, result: Plan) -> None:
     front = front_of(fleets, question.goals)
     fleets = [replace(fleet, on_front=i in front) for i, fleet in enumerate(fleets)]
     done = not drive.stopped
-    none = {name: _why_none(f, name in ended or not f.screened) for name, f in found.items() if f.design is None}
+    none = {name: _why_none(f, name in ended or not f.screened, done) for name, f in found.items() if f.design is None}
     none |= dict.fromkeys((name for name in groups if name not in found), "not searched to the end")
     answer = Answer(sentence="", fleets=fleets, none=none)
     if proof is not None:
@@ -230,14 +230,17 @@ def _cheapest(screened: Mapping[str, Found], evaluator: Evaluator) -> list[str]:
     return sorted((name for name, f in screened.items() if f.screened), key=cost)[: evaluator.question.top]
 
 
-def _why_none(found: Found, ended: bool) -> str:
+def _why_none(found: Found, ended: bool, done: bool) -> str:
     """Why there is no fleet of the device: of a design that came far enough to be simulated, else of the last one."""
     if not ended:
         best = found.screened[0]
-        return (
-            f"about {best.replicas * best.design.num_devices} devices ({best.design.key}) would do at a first look; "
+        number = best.replicas * best.design.num_devices
+        why = (
             "not confirmed (--top confirms more device types)"
+            if done
+            else "the search was stopped before more was known"
         )
+        return f"about {number} device{'s' * (number > 1)} ({best.design.key}) would do at a first look; {why}"
     reasons = [(key, why) for key, why in found.verdicts.items() if why]
     simulated = [r for r in reasons if r[1].startswith("with ")]
     key, why = (simulated or reasons)[-1]

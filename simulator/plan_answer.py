@@ -20,10 +20,12 @@ from typing import Any
 from twinfer.core.device import DeviceSpec
 from twinfer.core.goal import Goal
 from twinfer.simulator.energy import joules_per_token
-from twinfer.simulator.plan_search import Found
+from twinfer.simulator.plan_search import LOADS, Found
 from twinfer.simulator.plan_space import Design, Question, label_of
 from twinfer.simulator.plan_trial import Outcome
 
+UNKNOWN = "not searched: stopped"
+"""The next limit of a fleet whose goodput was still being looked for."""
 CROWDED = 0.3  # share of the time with requests waiting at a limit, from which on that limit is the reason
 
 
@@ -100,7 +102,7 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
         busy=outcome.busy, requests_per_second=outcome.requests_per_second, tokens_per_second=outcome.tokens_per_second,
         watts=None if outcome.watts is None else outcome.watts * found.num_devices,
         joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
-        next_limit=next_limit(found.breaks, question.goals, design),
+        next_limit=next_limit(found.breaks, question.goals, design) if found.breaks or found.load >= LOADS[-1] else UNKNOWN,
     )  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def _value(outcome: Outcome | None, name: str) -> float | None:
 def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design) -> str:
     """What stops a fleet whose outcome just above its goodput is `breaks`."""
     if breaks is None:
-        return "none up to 16 times the traffic"
+        return f"none up to {LOADS[-1]:g} times the traffic"
     if breaks.failed:
         return f"memory: requests cannot be served ({breaks.failed_why})"
     broken = breaks.broken(goals)
@@ -172,8 +174,9 @@ def ranked(fleets: Iterable[Fleet]) -> list[Fleet]:
 def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, complete: bool) -> str:
     """The answer in one sentence."""
     if not fleets:
-        ended = "" if complete else " so far (the search was stopped)"
-        return f"No fleet of up to {question.max_replicas} replicas keeps the promises on any device searched{ended}."
+        if not complete:
+            return "The search was stopped before a fleet was confirmed."
+        return f"No fleet of up to {question.max_replicas} replicas keeps the promises on any device searched."
     best = fleets[0]
     kept = " and ".join(
         f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals
@@ -189,12 +192,12 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
     )
     if best.next_limit.startswith("none"):
         limit = f"no limit is met up to {1 + best.headroom:g} times the traffic"
+    use = f"{1 / (1 + best.headroom):.0%} of its goodput in use; {limit}"
+    if best.next_limit == UNKNOWN:
+        use = "how much more it could serve was not searched"
     start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
     stopped = "" if complete else " of those searched before the stop"
-    return (
-        f"{start}{stopped} for {question.model} at {rate:.3g} requests/s is {best.label}: {money}, {kept}, "
-        f"{1 / (1 + best.headroom):.0%} of its goodput in use; {limit}."
-    )
+    return f"{start}{stopped} for {question.model} at {rate:.3g} requests/s is {best.label}: {money}, {kept}, {use}."
 
 
 def _time(seconds: float | None) -> str:
