@@ -153,7 +153,7 @@ def run_calibration(
             raise typer.Exit(show.STOPPED) from None
 
 
-def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") -> None:
+def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") -> bool:
     """Calibrate unless this machine has tables of `dtype` that still hold."""
     from twinfer.core.device import calibrated_path, read_device
     from twinfer.core.errors import ConfigError
@@ -182,10 +182,12 @@ def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") ->
         for budget in (55.0, 110.0):
             try:
                 run_calibration(session, model, dtype, budget)
-                return
+                return True
             except ConfigError as error:  # the machine was too busy
                 show.note(f"calibration within {budget:.0f} s failed: {error}")
         show.note("predictions will use the generic CPU and be far off; `twinfer calibrate` mends that")
+        return False
+    return True
 
 
 __all__ = ["add_commands", "calibrate", "calibrate_if_needed", "run_calibration"]

@@ -66,7 +66,7 @@ def demo(
     session: Session = ctx.obj
     store = RunStore(runs_dir)
     workload = demo_workload(store.root, prompts)
-    calibrate.calibrate_if_needed(session, MODEL)
+    calibrated = calibrate.calibrate_if_needed(session, MODEL)
     joined: dict[str, Comparison] = {}
     payloads: dict[str, Any] = {}
     for name, (scheduler, kv_cache) in SETUPS.items():
@@ -88,6 +88,10 @@ def demo(
         show.print_json(payloads)
         return
     show.print_table(demo_table(joined, prompts))
+    if calibrated is False:
+        print(
+            "this machine is not calibrated: these errors are those of a generic CPU; run `twinfer calibrate` when it is quiet"
+        )
     print(f"saved in {store.root}; `twinfer compare --list` shows the runs")
     if headless:
         return
