@@ -275,7 +275,8 @@ def test_a_killed_rank_ends_the_run_and_leaves_its_record(
 def test_ranks_end_with_their_engine(how: signal.Signals, tiny_llama_dir: Path) -> None:
     """Killed, or stopped by Ctrl-C, which a terminal sends to the ranks, too."""
     code = (
-        "import sys\nfrom twinfer import LLM, SamplingParams\n"
+        "import signal, sys\nfrom twinfer import LLM, SamplingParams\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a test run in the background ignores it
         "llm = LLM(sys.argv[1], num_kv_blocks=64, tp=2)\nprint(llm._engine.ranks.processes[0].pid, flush=True)\n"
         "while True: llm.generate([[5, 6, 7]], SamplingParams(max_tokens=400, ignore_eos=True))\n"
     )
@@ -290,7 +291,11 @@ def test_ranks_end_with_their_engine(how: signal.Signals, tiny_llama_dir: Path) 
             os.killpg(engine.pid, how)
         else:
             os.kill(engine.pid, how)
-        code_of_engine = engine.wait(20)
+        try:
+            code_of_engine = engine.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(engine.pid, signal.SIGKILL)  # or leaving the block would wait for it
+            raise
         errors = engine.stderr.read().decode()
     assert code_of_engine == -how, errors
     end = time.monotonic() + 10
