@@ -13,6 +13,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
+import types
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -87,6 +89,18 @@ def _answer(trial: Trial) -> Outcome | None:
     return _evaluator.answer(trial, _stopped.is_set)
 
 
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """While children are started: they need nothing of this process' main module, which may be a script that runs only
+    once (a notebook, a page of a web framework), and must not run it again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 class ProcessPool:
     """`workers` child processes."""
 
@@ -105,7 +119,8 @@ class ProcessPool:
         return self._workers - len(self._running)
 
     def submit(self, trial: Trial) -> None:
-        self._running[self._executor.submit(_answer, trial)] = trial
+        with _no_main():
+            self._running[self._executor.submit(_answer, trial)] = trial
 
     def collect(self) -> Done:
         finished, _ = wait(self._running, timeout=POLL_S, return_when=FIRST_COMPLETED)

@@ -56,7 +56,7 @@ def test_a_configuration_has_a_layout_and_devices_for_whole_replicas() -> None:
     assert config.layout == Layout(4, 2, 1, 2, 8) and config.layout.flags == "--tp 4 --pp 2 --dp 2 --ep 8"
     assert EngineConfig.model_validate_json(config.model_dump_json()) == config
     assert EngineConfig(model="m").layout == ALONE
-    with pytest.raises(ConfigError, match=r"--num-devices=24: one replica --tp 4 --pp 2 .* takes 16 .* such as 32"):
+    with pytest.raises(ConfigError, match=r"--num-devices=24: one replica --tp 4 --pp 2 .* takes 16 device.*give 16"):
         EngineConfig(model="m", tp=4, pp=2, dp=2, num_devices=24)
     with pytest.raises(ConfigError, match=r"--ep=3: the 4 ranks"):
         EngineConfig(model="m", tp=4, ep=3)

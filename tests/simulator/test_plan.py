@@ -266,9 +266,15 @@ def test_a_stopped_search_leaves_a_valid_file_and_resumes_to_the_same_answer(
     assert file.read_bytes() == (tmp_path / "whole.json").read_bytes()
 
 
-def test_processes_find_what_one_finds(whole: Plan, tmp_path: Path) -> None:
+def test_processes_find_what_one_finds(whole: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the main module is a script that must not run again, as in a web framework."""
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "page.py")
+    Path(main.__file__).write_text("raise RuntimeError('was run again')\n")
+    monkeypatch.setitem(sys.modules, "__main__", main)
     found = plan(question(), REGISTRY, workers=2)
     assert found.plain() == whole.plain()
+    assert sys.modules["__main__"] is main
 
 
 def test_ray_is_refused_in_words_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
