@@ -17,7 +17,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,6 +68,8 @@ class BlockPool:
         self.index: dict[tuple[int, int], int] = {}  # (node, group) -> published block
         self.chains: dict[object, Chain] = {}  # by the node they hang at
         self.in_flight: dict[int, list[int]] = {}  # step -> references it keeps
+        self.aside: list[int] = []  # held, but in no table yet: taken for sequences that are looked at later
+        self.on_unfold: Callable[[Chain], None] | None = None  # told before a chain ends, to bring it up to date
         self.held = 0  # blocks with refs > 0
         self.used = 0  # committed slots of held blocks
 
@@ -195,6 +197,15 @@ class BlockPool:
         self.held += 1
         return block
 
+    def set_aside(self, count: int) -> None:
+        """Take `count` blocks that come into tables later (`aside`); there are enough."""
+        if count == 1:
+            self.aside.append(self.take_one())
+        elif count:
+            taken = self.take(count)
+            assert taken is not None
+            self.aside += taken
+
     # --- content --------------------------------------------------------------------------------
 
     def fill_to(self, block: int, slots: int) -> None:
@@ -234,6 +245,8 @@ class BlockPool:
 
     def unfold(self, chain: Chain) -> None:
         """Enter the nodes of `chain` into the tree, because somebody looks there."""
+        if self.on_unfold is not None:
+            self.on_unfold(chain)
         del self.chains[chain.node]
         size, tokens, tree, node = self.block_size, chain.seq.tokens, self.tree, chain.node
         for index, block in enumerate(chain.blocks, chain.start):
@@ -268,7 +281,7 @@ class BlockPool:
                 wrong.append(f"a block stands twice in one table: {table}")
             for block in table:
                 count[block] += 1
-        for blocks in self.in_flight.values():
+        for blocks in (self.aside, *self.in_flight.values()):
             for block in blocks:
                 count[block] += 1
         if count != self.refs:

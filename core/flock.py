@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twinfer.core.events import Blocked, Decoded, Idle, StepDone
@@ -32,22 +32,30 @@ from twinfer.core.policy import Scheduler, Steady
 from twinfer.core.request import Sequence, Status
 
 if TYPE_CHECKING:
+    from twinfer.core.blocks import Chain
     from twinfer.core.core import Core
+    from twinfer.core.ledger import Table
 
 LEAST, MOST = 32, 512
 """Steps that a run may have: twice those of the one before, whose times were worked out and which may have been cut short."""
 Key = tuple[tuple[int, ...], int]
+Order = tuple[int, Key]
 _RUNNING = Status.RUNNING
 
 
 class Member:
-    """A sequence in the flock: `computed` and `output` are those of clock `since`; the last one told of, of `told`."""
+    """A sequence in the flock: `computed` and `output` are those of clock `since`; the last one told of, of `told`.
 
-    __slots__ = ("ends", "key", "seq", "since", "told")
+    phase: of a quiet member, clocks modulo the block size at which it takes a block; -1 of others.
+    """
 
-    def __init__(self, seq: Sequence, key: Key, clock: int) -> None:
+    __slots__ = ("ends", "key", "phase", "seq", "since", "table", "told")
+
+    def __init__(self, seq: Sequence, key: Key, clock: int, table: Table) -> None:
         self.seq = seq
         self.key = key
+        self.table = table
+        self.phase = -1
         self.since = self.told = clock
         self.ends = clock + seq.limit - seq.known
 
@@ -108,14 +116,21 @@ class Flock:
         self._steady: Steady | None = None
         self._from = 0  # sum of computed - since
         self._since = 0  # sum of since
-        self._due: list[tuple[int, Key, Member]] = []  # when a member fills a block or ends
         self._ends: list[tuple[int, Key, Member]] = []
-        self._full: list[Member] = []  # need a block before the next step
+        self._due: list[tuple[int, Key, Member]] = []  # when a member that is not quiet fills a block
+        self._full: list[Member] = []  # not quiet, need a block before the next step
+        self._supplied = -1  # clock of the latest step for which quiet members have their blocks
+        self._todo: list[tuple[Order, Any, Any]] = []  # of the step that is being done: rows and members still to come
+        self._at: Order | None = None  # whose turn it is in it
         self._longest = LEAST  # steps of the next run
         self._next: PlanStats | None = None  # of the next step of a run, if it has begun
         core.ledger.chained = True
+        core.ledger.pool.on_unfold = self._expose
         size, blocks_for = core.ledger.block_size, core.ledger.blocks_for
+        self._size = size
         self._paged = blocks_for(size) == 1 and blocks_for(size + 1) == 2 and blocks_for(9 * size + 1) == 10
+        self._shares = core.ledger.cache.shares_prefixes
+        self._quiet: list[dict[str, Member]] = [{} for _ in range(size if self._paged else 1)]
 
     @staticmethod
     def serves(core: Core) -> bool:
@@ -203,21 +218,30 @@ class Flock:
         return (() if rank is None else rank(seq), seq.admission)
 
     def _join(self, seq: Sequence) -> None:
-        member = Member(seq, self._key(seq), self.clock)
+        member = Member(seq, self._key(seq), self.clock, self.core.ledger.tables[seq.id])
         self.members[seq.id] = member
         self._from += seq.computed - self.clock
         self._since += self.clock
         heappush(self._ends, (member.ends, member.key, member))
-        if seq.computed >= self.core.ledger.tables[seq.id].open:
+        self._look_out(member)
+
+    def _look_out(self, member: Member, hidden: bool = True) -> None:
+        """See to it that `member`, which is as of `since`, is looked at when its last block is full, or only at its end.
+
+        hidden: nobody looks for what it publishes.
+        """
+        seq, table, size = member.seq, member.table, self._size
+        whole = len(table.blocks) * size
+        hidden = hidden and (table.chain is not None or not (self._shares and seq.request.cache_prefix))
+        if hidden and self._paged and table.open == whole and seq.computed <= whole < seq.computed + size:
+            member.phase = (member.since - seq.computed) % size
+            self._quiet[member.phase][seq.id] = member
+        elif seq.computed >= table.open:
             self._full.append(member)
         else:
-            self._wait(member)
-
-    def _wait(self, member: Member) -> None:
-        """Look at `member` again when its last block is full, or at its end."""
-        size = self.core.ledger.block_size
-        full = self.clock + size - member.seq.computed % size
-        heappush(self._due, (full if full < member.ends else member.ends, member.key, member))
+            full = member.since + size - seq.computed % size
+            if full < member.ends:
+                heappush(self._due, (full, member.key, member))
 
     def _has_room(self) -> bool:
         """Whether all rows fit into the next step, without a preemption and without a row cut short that is not last."""
@@ -226,6 +250,8 @@ class Flock:
         if count + len(young) > limits.max_num_seqs or count > limits.max_num_batched_tokens:
             return False
         need = sum(self._lacks(member) for member in self._full)
+        if self._supplied != self.clock:
+            need += len(self._takers(self.clock))
         if young:
             # At most: the blocks of all tokens that are known, one of copy-on-write, one for a token that is drafted.
             need += sum(ledger.missing(seq, seq.known + len(seq.drafts)) + 2 for seq in young)
@@ -240,44 +266,45 @@ class Flock:
         ledger, seq = self.core.ledger, member.seq
         return ledger.blocks_for(seq.computed + 1) - len(ledger.tables[seq.id].blocks)
 
+    def _takers(self, clock: int) -> dict[str, Member]:
+        """Quiet members that take a block before the step after `clock`."""
+        return self._quiet[clock % len(self._quiet)]
+
     def _take_blocks(self) -> None:
         """Blocks for the next step; there are enough."""
+        ledger = self.core.ledger
+        if self._supplied != self.clock:
+            ledger.pool.set_aside(len(self._takers(self.clock)))
+            self._supplied = self.clock
         if not self._full:
             return
-        ledger = self.core.ledger
         self._full.sort(key=_by_key)
         for member in self._full:
             seq = member.seq
-            table = ledger.tables[seq.id]
-            if self._paged and seq.computed == len(table.blocks) * ledger.block_size:
-                ledger.lengthen(table, 1)
-            else:
-                grown = ledger.grow(seq, seq.computed, seq.computed + 1)
-                assert not isinstance(grown, int), "a run was planned beyond the memory there is"
-            self._wait(member)
+            grown = ledger.grow(seq, seq.computed, seq.computed + 1)
+            assert not isinstance(grown, int), "a run was planned beyond the memory there is"
+            self._look_out(member)
         self._full.clear()
 
     def _affordable(self, most: int) -> int:
         """Of the next `most` steps those for which there are blocks; those of the first have been taken."""
         ledger = self.core.ledger
         room, size = ledger.pool.available, ledger.block_size
-        if len(self.members) * (most // size + 1) <= room and ledger.blocks_for(size + 1) == 2:
+        if len(self.members) * (most // size + 1) <= room and self._paged:
             return most
         # Step by step on copies: who fills a block before step `most` takes one at the next.
-        heap = [(due, m.ends, self._grows_at(m)) for due, _, m in self._due if due < m.ends]
+        heap = [(due, m.ends, self._grows_at(m)) for due, _, m in self._due]
         heap.sort()
-        last = self.clock + most
-        while heap:
-            due, ends, (computed, held) = heappop(heap)
-            if due >= last:
-                break
-            entries = ledger.blocks_for(computed + 1)
-            room -= max(0, entries - held)
+        for clock in range(self.clock + 1, self.clock + most):
+            room -= len(self._takers(clock))
+            while heap and heap[0][0] == clock:
+                due, ends, (computed, held) = heappop(heap)
+                entries = ledger.blocks_for(computed + 1)
+                room -= max(0, entries - held)
+                if due + size < ends:
+                    heappush(heap, (due + size, ends, (computed + size, max(entries, held))))
             if room < 0:
-                return due - self.clock
-            following = due + size
-            if following < ends:
-                heappush(heap, (following, ends, (computed + size, max(entries, held))))
+                return clock - self.clock
         return most
 
     def _grows_at(self, member: Member) -> tuple[int, int]:
@@ -297,8 +324,14 @@ class Flock:
         hits = planner.shut[1]
         if hits is None or not core.ledger.cache.shares_prefixes:
             return True
-        tables = core.ledger.tables
-        return all(tables[seq_id].published > hits for seq_id in self.members)
+        return all(self._published(member) > hits for member in self.members.values())
+
+    def _published(self, member: Member) -> int:
+        """Leading blocks that `member` has published, as of now."""
+        table, seq = member.table, member.seq
+        if member.phase < 0 or table.chain is None:
+            return table.published
+        return (seq.computed + self.clock - member.since) // self._size
 
     # --- taking steps ---------------------------------------------------------------------------
 
@@ -310,56 +343,34 @@ class Flock:
         core = self.core
         first = self.clock
         last = first + steps
-        due = self._due
         self.plan_next(run)
         assert self._next is not None
         stats = [(0, self._next)]
         self._next = None
-        taken: list[int] = []
-        if not each and due and due[0][0] < last:
+        taken: Seq[int] = ()
+        if each or (self._due and self._due[0][0] < last):
+            for clock in range(first + 1, last):
+                if self._is_due(clock) or self._takers(clock):
+                    self._settle_due(clock)
+                    self._take_blocks()
+                    stats.append((clock - first, core.stats(self.unseen, run.waiting)))
+        else:
             taken = self._take_at_once(first, last)
-        while due and due[0][0] < last:
-            self._settle_due(due[0][0])
-            self._take_blocks()
-            stats.append((self.clock - first, core.stats(self.unseen, run.waiting)))
         stretch = Stretch(core.num_steps, steps, run.count, self._from + run.count * (first + 1), stats, taken)
         core.num_steps += steps
         self._longest = min(MOST, max(LEAST, 2 * steps))
         return stretch, self._settle_due(last)
 
-    def _take_at_once(self, first: int, last: int) -> list[int]:
-        """Let each member that fills blocks before `last` take all of them at once; steps of the stretch, one per block.
-
-        Only where the order does not matter: nobody looks for what they publish, or ever can. Else nothing is done.
-        """
-        ledger, due = self.core.ledger, self._due
-        tables, size = ledger.tables, ledger.block_size
-        if not self._paged:
-            return []
-        found = []
-        while due and due[0][0] < last:
-            found.append(heappop(due))
-        if ledger.cache.shares_prefixes and any(
-            tables[m.seq.id].chain is None and m.seq.request.cache_prefix for _, _, m in found
-        ):
-            for entry in found:
-                heappush(due, entry)
-            return []
+    def _take_at_once(self, first: int, last: int) -> Seq[int]:
+        """Blocks for all steps from `first` to `last` but the first, where only quiet members take any; steps of the stretch,
+        one per block."""
         taken: list[int] = []
-        for full, key, member in found:
-            seq = member.seq
-            table = tables[seq.id]
-            times = range(full - first, last - first, size)
-            until = first + times[-1]
-            taken += times
-            ledger.lengthen(table, len(times))
-            grown = until - member.since
-            ledger.fill_up(table, seq.computed, seq.computed + grown)
-            seq.computed += grown
-            seq.output += (self.token,) * grown
-            member.since = until
-            self._since += grown
-            heappush(due, (min(until + size, member.ends), key, member))
+        for clock in range(first + 1, min(last, first + 1 + len(self._quiet))):
+            count = len(self._takers(clock))
+            if count:
+                taken += [*range(clock - first, last - first, self._size)] * count
+        self.core.ledger.pool.set_aside(len(taken))
+        self._supplied = last - 1
         return taken
 
     def plan_next(self, run: Run) -> None:
@@ -376,32 +387,34 @@ class Flock:
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
         """A plan of `next_step` has run: its rows, and a token for each member."""
         core = self.core
-        clock = self.clock + 1 if plan.decoding is not None else self.clock
-        if not (self._due and self._due[0][0] == clock and plan.rows):
+        if plan.decoding is None or not plan.rows:
             core.receive(StepDone(plan.step, result), 0.0)
             if plan.decoding is not None:
-                self.end(self._settle_due(clock))
+                self.end(self._settle_due(self.clock + 1))
             return
         # Rows publish blocks and end in the order of the rows that single steps would have had.
         del core.outstanding[plan.step]
-        find = core.sequences
-        todo: list[tuple[tuple[int, Key], Any, Any]] = []
-        todo += zip(self._row_keys(plan), plan.rows, result.rows, strict=True)
-        self.clock = clock
-        todo += [((0, member.key), member, None) for member in self._pop_due(clock)]
-        todo.sort(key=_by_order)
-        for _, what, res in todo:
+        self.clock += 1
+        todo = self._todo = list(zip(self._row_keys(plan), plan.rows, result.rows, strict=True))
+        todo += self._pop_due()
+        heapify(todo)
+        while todo:
+            self._at, what, res = heappop(todo)
             if isinstance(what, Member):
                 self._settle(what)
                 if self._after(what):
                     self._finish(what)
                 continue
-            seq = find[what.seq]
-            seq.last_step = None
-            core.row_done(seq, what, res, plan.step)
+            seq = core.sequences.get(what.seq)
+            if seq is None:  # a beam that has ended with another row
+                core.late.pop(what.seq, None)
+            elif seq.status is _RUNNING:
+                seq.last_step = None
+                core.row_done(seq, what, res, plan.step)
+        self._at = None
         core.ledger.pool.step_ended(plan.step)
 
-    def _row_keys(self, plan: StepPlan) -> list[tuple[int, Key]]:
+    def _row_keys(self, plan: StepPlan) -> list[Order]:
         """Where the rows of `plan` would stand among those of all running sequences: what was admitted comes last."""
         find = self.core.sequences
         return [
@@ -409,51 +422,83 @@ class Flock:
             for place, row in enumerate(plan.rows)
         ]
 
+    def _is_due(self, clock: int) -> bool:
+        """Whether a member must be looked at when `clock` steps are done; none was due before."""
+        return self._ends[0][0] == clock or (bool(self._due) and self._due[0][0] == clock)
+
     def _settle_due(self, clock: int) -> list[Member]:
         """Go on to `clock`, and look at the members that are due there; those that have ended."""
         self.clock = clock
-        if not self._due or self._due[0][0] > clock:
-            return []
-        ended = []
-        for member in self._pop_due(clock):
+        ended: list[Member] = []
+        if not self._is_due(clock):
+            return ended
+        todo = self._todo = self._pop_due()
+        heapify(todo)
+        while todo:
+            self._at, member, _ = heappop(todo)
             self._settle(member)
             if self._after(member):
                 ended.append(member)
+        self._at = None
         return ended
 
-    def _pop_due(self, clock: int) -> list[Member]:
-        due, found = self._due, []
-        while due and due[0][0] == clock:
-            found.append(heappop(due)[2])
+    def _pop_due(self) -> list[tuple[Order, Any, Any]]:
+        """Members that are due now, as entries of `_todo`."""
+        found: list[tuple[Order, Any, Any]] = []
+        for heap in (self._due, self._ends):
+            while heap and heap[0][0] == self.clock:
+                _, key, member = heappop(heap)
+                found.append(((0, key), member, None))
         return found
 
-    def _settle(self, member: Member) -> None:
-        """Bring `member` up to the clock."""
-        count = self.clock - member.since
-        if count:
-            seq = member.seq
-            seq.output += (self.token,) * count
-            computed = seq.computed
-            self.core.ledger.commit(seq, computed, computed + count)
-            seq.computed = computed + count
-            member.since = self.clock
-            self._since += count
+    def _settle(self, member: Member, clock: int | None = None) -> None:
+        """Bring `member` up to the clock, or to an earlier one."""
+        clock = self.clock if clock is None else clock
+        count, seq, ledger = clock - member.since, member.seq, self.core.ledger
+        computed = seq.computed + count
+        if member.phase >= 0:
+            table, size = member.table, self._size
+            more = -(-computed // size) + (clock <= self._supplied and not computed % size) - len(table.blocks)
+            if more > 0:
+                ledger.take_aside(table, more)
+        if not count:
+            return
+        seq.output += (self.token,) * count
+        if member.phase >= 0:
+            ledger.fill_up(member.table, seq.computed, computed)
+        else:
+            ledger.commit(seq, seq.computed, computed)
+        seq.computed = computed
+        member.since = clock
+        self._since += count
 
     def _after(self, member: Member) -> bool:
         """What comes after a member was due: True when it has ended."""
         if member.ends == self.clock:
             self._leave(member)
-            while self._ends and self._ends[0][0] <= self.clock:
-                heappop(self._ends)
             return True
-        if member.seq.computed >= self.core.ledger.tables[member.seq.id].open:
-            self._full.append(member)
-        else:
-            self._wait(member)
+        self._look_out(member)
         return False
+
+    def _expose(self, chain: Chain) -> None:
+        """Somebody looks for blocks where a quiet member has its own: from now on each is published when it is full."""
+        member = self.members.get(chain.seq.id)
+        if member is None or member.phase < 0 or member.table.chain is not chain:
+            return
+        del self._quiet[member.phase][member.seq.id]
+        later = self._at is not None and (0, member.key) > self._at  # its token of this step is still to come
+        self._settle(member, self.clock - later)
+        member.phase = -1
+        full = member.since + self._size - member.seq.computed % self._size
+        if later and full == self.clock:
+            heappush(self._todo, ((0, member.key), member, None))
+        elif not (later and member.ends == self.clock):
+            self._look_out(member, hidden=False)
 
     def _leave(self, member: Member) -> None:
         del self.members[member.seq.id]
+        if member.phase >= 0:
+            del self._quiet[member.phase][member.seq.id]
         self._from -= member.seq.computed - member.since
         self._since -= member.since
 
@@ -483,7 +528,12 @@ class Flock:
         """All members are sequences of the core as if there had never been a flock. False, for `return dissolve()`."""
         if self.members:
             self.tell()
+            assert not self.core.ledger.pool.aside
+            for member in self.members.values():
+                if member.phase >= 0:
+                    del self._quiet[member.phase][member.seq.id]
             self.members = {}
+            self._supplied = -1
             self._due, self._ends, self._full = [], [], []
             self._from = self._since = 0
             self.young = []
@@ -529,7 +579,7 @@ def _by_key(member: Member) -> Key:
     return member.key
 
 
-def _by_order(item: tuple[tuple[int, Key], Any, Any]) -> tuple[int, Key]:
+def _by_order(item: tuple[Order, Any, Any]) -> Order:
     return item[0]
 
 

@@ -21,6 +21,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from twinfer.core.dtypes import dtype_bytes
@@ -157,6 +158,9 @@ def ops_of_stage(stage: Stage, shape: StepShape, all_tokens: int = 0) -> list[Op
     if layout.cp > 1:
         t = -(-t // layout.cp)
         all_tokens = -(-all_tokens // layout.cp)
+    if shape.rows_only:
+        ops = _by_rows(c, rows, t) if c.num_attention else []
+        return ops if c.states is None else [*ops, *state_ops(c.states, rows, t, layout.cp)]
     h, act, dtype = model.hidden_size, c.act, model.dtype
     wide = t * h
     ops = []
@@ -210,16 +214,7 @@ def _mixer(c: Stage, rows: tuple[RowShape, ...], t: int, shape: StepShape) -> li
     if shape.swapped_slots:
         moved = shape.swapped_slots * c.kv * c.num_attention
         ops.append(Op("kv_swap", "host_copy", 0.0, moved, moved, model.kv_dtype, 1, (shape.swapped_slots,), moved))
-    if model.sparse_index is not None:
-        ops += index_ops(c, rows, t)
-    if model.mla is not None and model.mla.absorbed:
-        ops += latent_attention(c, model.mla, rows, t)
-    else:
-        for window, count in c.windows:
-            if c.layout.cp > 1:
-                ops += cut_attention(c, rows, window, count, _attention)
-            else:
-                ops.append(_attention(c, rows, t, window, count))
+    ops += _by_rows(c, rows, t)
     if model.attention_gate:
         gated = t * c.o_proj.k
         ops.append(
@@ -227,6 +222,20 @@ def _mixer(c: Stage, rows: tuple[RowShape, ...], t: int, shape: StepShape) -> li
                c.num_attention, (t, c.o_proj.k))
         )  # fmt: skip
     ops.append(c.o_proj.op(t, act))
+    return ops
+
+
+def _by_rows(c: Stage, rows: tuple[RowShape, ...], t: int) -> list[Op]:
+    """What attention layers do that depends on how many tokens and keys each row has."""
+    model = c.model
+    ops = [] if model.sparse_index is None else index_ops(c, rows, t)
+    if model.mla is not None and model.mla.absorbed:
+        return ops + latent_attention(c, model.mla, rows, t)
+    for window, count in c.windows:
+        if c.layout.cp > 1:
+            ops += cut_attention(c, rows, window, count, _attention)
+        else:
+            ops.append(_attention(c, rows, t, window, count))
     return ops
 
 
@@ -257,14 +266,9 @@ def _collectives(c: Stage, size: float, n: int) -> list[Op]:
 def _attention(c: Stage, rows: tuple[RowShape, ...], t: int, window: int | None, count: int) -> Op:
     """All rows of the step in one op; KV is read once per KV head and row."""
     pairs = keys = 0
-    for row in rows:
-        queries, end = row
-        if window is None or end <= window:
-            pairs += end if queries == 1 else (2 * end - queries + 1) * queries // 2
-            keys += end
-        else:
-            pairs += visible_pairs(queries, end, window)
-            keys += keys_read(queries, end, window)
+    for (queries, end), times in Counter(rows).items():  # of many rows few differ
+        pairs += times * visible_pairs(queries, end, window)
+        keys += times * keys_read(queries, end, window)
     model, heads = c.model, c.heads
     qk, v = model.head_dim, model.v_dim
     return Op(

@@ -309,15 +309,11 @@ class Ledger:
             for index in range(max(held, first), len(blocks)):
                 self.pool.fill_to(blocks[index], max(0, min(size, num_tokens - index * size)))
 
-    def lengthen(self, table: Table, count: int) -> None:
-        """`count` more blocks behind those of `table`, all of which are full; there are enough."""
-        pool = self.pool
-        if count == 1:
-            table.blocks.append(pool.take_one())
-        else:
-            taken = pool.take(count)
-            assert taken is not None
-            table.blocks += taken
+    def take_aside(self, table: Table, count: int) -> None:
+        """`count` of the blocks set aside come behind those of `table`, all of which are full."""
+        aside = self.pool.aside
+        table.blocks += aside[-count:]
+        del aside[-count:]
         table.open += count * self.block_size
 
     def fill_up(self, table: Table, old: int, new: int) -> None:

@@ -51,4 +51,9 @@ class OpTimeModel(Protocol):
 
 def host_op(shape: StepShape) -> Op:
     """The CPU's part of a step (scheduling, preparing, sampling) as an op: shape = (rows, tokens, logits)."""
-    return Op("host", "host", 0.0, 0.0, 0.0, "", shape=(len(shape.rows), shape.num_tokens, shape.num_logits))
+    return host_op_of(len(shape.rows), shape.num_tokens, shape.num_logits)
+
+
+def host_op_of(rows: int, tokens: int, logits: int) -> Op:
+    """`host_op` of a step with so many of each."""
+    return Op("host", "host", 0.0, 0.0, 0.0, "", shape=(rows, tokens, logits))

@@ -13,7 +13,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -43,8 +43,9 @@ class Planner:
         self.step = core.num_steps
         # Members of a flock have their rows already: they need no more than to be counted.
         self.running = core.running if flock is None else flock.young
-        self.max_rows = core.limits.max_num_seqs - (0 if flock is None else len(flock.members))
-        self.budget = core.limits.max_num_batched_tokens - (0 if flock is None else len(flock.members))
+        self.members: Mapping[str, object] = {} if flock is None else flock.members
+        self.max_rows = core.limits.max_num_seqs - len(self.members)
+        self.budget = core.limits.max_num_batched_tokens - len(self.members)
         self.rows: list[Row] = []
         self.grants: list[Grant] = []
         self.copies: list[Copy] = []
@@ -213,7 +214,7 @@ class Planner:
         core, claims = self.core, 0
         still = []
         for seq in core.filling:
-            if seq.id in self.ledger.tables:
+            if seq.id in self.ledger.tables and seq.id not in self.members:
                 missing = self.ledger.missing(seq, seq.known)
                 if missing:
                     claims += missing

@@ -155,12 +155,15 @@ class StepShape:
 
     rows: one entry per plan row, in plan order.  num_logits: positions that go through the LM head.
     copied_slots: KV token slots copied by copy-on-write.  swapped_slots: moved from or to host memory.
+    rows_only: no part of the step, but of the question: ops that would be the same however the tokens were spread over
+    rows may be left out of the answer.
     """
 
     rows: tuple[RowShape, ...]
     num_logits: int
     copied_slots: int = 0
     swapped_slots: int = 0
+    rows_only: bool = False
 
     @property
     def num_tokens(self) -> int:

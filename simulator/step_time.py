@@ -27,9 +27,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from twinfer.core.op_time import host_op_of
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.work import Op, RowShape, StepShape, copied_slots, swapped_slots
 from twinfer.simulator.op_time import OpTimeChain, host_op
@@ -44,6 +45,7 @@ Group = tuple[int, int, int]
 _EXACT = 64  # mean contexts below this are all grid points
 _PER_OCTAVE = 32  # grid points per doubling above it
 _KEPT = 1 << 17  # parts
+_FAR = 1 << 20  # more tokens than a step has
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,12 @@ class StepTimer:
         self._overlap = overlap
         self._with_host = host
         self.speculation: Speculation | None = None  # set where steps check guesses
-        self._kinds: dict[tuple[str, int], str] | None = None
+        self._kinds: dict[tuple[str, int], str] = {}
+        self._present: frozenset[str] | None = None  # values of `_kinds`, once they are known
+        self._spares = False  # `StepShape.rows_only` leaves out nothing that belongs to rows
         self._known: dict[tuple[object, ...], Part] = {}
         self._rows: dict[Group, Part] = {}
+        self._fixed: dict[int, tuple[float, float]] = {}  # of decode steps: seconds and sigma of all but attention
 
     @property
     def windows(self) -> Sequence[int]:
@@ -168,7 +173,7 @@ class StepTimer:
             above = self._at(queries, count, high) if x else below
         elif counts:
             groups = sorted((queries, counts[queries, side], totals[queries, side]) for queries, side in counts)
-            below = above = self._timed("rows", StepShape(_rows(groups), 1))
+            below = above = self._timed("rows", StepShape(_rows(groups), 1, rows_only=self._spares))
         return self._whole(parts, host, below, above, x, with_ops)
 
     def decode(self, count: int, keys: int, steps: int) -> DecodeCost:
@@ -177,7 +182,10 @@ class StepTimer:
             costs = self.decode_costs(count, keys, steps, False)
             return DecodeCost([c.seconds for c in costs], [(1, c.sigma, 0.0) for c in costs])
         assert not self._windows
-        fixed, sigma = _sum((*self._by_counts(count, count, count, (0, 0)), self._host(count, count, count)))
+        if count not in self._fixed:
+            parts = (*self._by_counts(count, count, count, (0, 0)), self._host(count, count, count))
+            self._fixed[count] = _sum(parts)
+        fixed, sigma = self._fixed[count]
         seconds: list[float] = []
         sigmas: list[tuple[int, float, float]] = []
         stop = keys + steps * count
@@ -232,19 +240,26 @@ class StepTimer:
         """All that does not depend on which row has how many tokens and keys."""
         if not tokens:
             return ()
-        return (
-            self._part("tokens", (tokens,), lambda: StepShape((RowShape(tokens, tokens),), 1)),
-            self._part("logits", (logits,), lambda: StepShape((RowShape(1, 1),), logits)),
-            self._part(
-                "counts", (tokens, logits, rows),
-                lambda: StepShape((RowShape(tokens - rows + 1, tokens), *[RowShape(1, 1)] * (rows - 1)), logits),
-            ),
-            *(
-                (self._part("moved", moved, lambda: StepShape((RowShape(1, 1),), 1, *moved)),)
-                if moved != (0, 0)
-                else ()
-            ),
-        )  # fmt: skip
+        if self._present is None:
+            self._sort_ops()
+            assert self._present is not None
+        known = self._known
+        parts = (
+            known.get(("tokens", tokens)) or self._part("tokens", tokens, StepShape((RowShape(tokens, tokens),), 1)),
+            known.get(("logits", logits)) or self._part("logits", logits, StepShape((RowShape(1, 1),), logits)),
+        )
+        if "counts" in self._present:
+            key = (tokens, logits, rows)
+            parts += (known.get(("counts", key)) or self._part("counts", key, _spread(rows, tokens, logits)),)
+        if moved != (0, 0):
+            one = StepShape((RowShape(1, 1),), 1, *moved)
+            parts += (known.get(("moved", moved)) or self._part("moved", moved, one),)
+        return parts
+
+    def _part(self, kind: str, key: object, shape: StepShape) -> Part:
+        part = self._timed(kind, shape)
+        self._keep((kind, key), part)
+        return part
 
     def _host(self, rows: int, tokens: int, logits: int) -> Part:
         """What the CPU does for a step."""
@@ -253,8 +268,7 @@ class StepTimer:
         key = ("host", rows, tokens, logits)
         known = self._known.get(key)
         if known is None:
-            shape = StepShape((RowShape(tokens - rows + 1, tokens), *[RowShape(1, 1)] * (rows - 1))[:rows], logits)
-            answer = self._chain.ask(host_op(shape))
+            answer = self._chain.ask(host_op_of(rows, tokens, logits))
             known = Part(answer.seconds, answer.sigma, {"host": answer.seconds})
             self._keep(key, known)
         return known
@@ -265,15 +279,8 @@ class StepTimer:
         if known is None:
             if len(self._rows) >= _KEPT:
                 self._rows.clear()
-            known = self._timed("rows", StepShape((RowShape(queries, keys),) * count, 1))
+            known = self._timed("rows", StepShape((RowShape(queries, keys),) * count, 1, rows_only=self._spares))
             self._rows[queries, count, keys] = known
-        return known
-
-    def _part(self, kind: str, key: tuple[object, ...], shape: Callable[[], StepShape]) -> Part:
-        known = self._known.get((kind, key))
-        if known is None:
-            known = self._timed(kind, shape())
-            self._keep((kind, key), known)
         return known
 
     def _keep(self, key: tuple[object, ...], part: Part) -> None:
@@ -283,26 +290,21 @@ class StepTimer:
 
     def _timed(self, kind: str, shape: StepShape) -> Part:
         """The ops of `shape` that belong to `kind`."""
-        if self._kinds is None:
-            self._kinds = self._sorted_ops()
-        kinds, seen = self._kinds, dict[str, int]()
+        if self._present is None:
+            self._sort_ops()
+            assert self._present is not None
         ops: dict[str, float] = {}
         sigma = 0.0
-        chosen: list[Op] = []
-        present = kind == "rows" or kind in kinds.values()
-        for op in self._ops_of(shape) if present else ():
-            place = seen.get(op.name, 0)
-            seen[op.name] = place + 1
-            if kinds.get((op.name, place), "rows") == kind:
-                chosen.append(op)
-        for op in chosen:
+        if kind != "rows" and kind not in self._present:
+            return _NOTHING
+        for op in self._of_kind(kind, shape).values():
             answer = self._chain.ask(op)
             ops[op.name] = ops.get(op.name, 0.0) + answer.seconds * op.count
             sigma += answer.sigma * op.count
         return Part(math.fsum(ops.values()), sigma, ops)
 
-    def _sorted_ops(self) -> dict[tuple[str, int], str]:
-        """The part that each op belongs to, by name and which of that name it is."""
+    def _sort_ops(self) -> None:
+        """Find out the part that each op belongs to, by name and which of that name it is."""
         far = 4 * max((*self._windows, 1024))
         rows = ((40, 40), (8, 3), (1, far), (1, 7))  # tokens 50, as in all that follow
         others = (((47, far), (1, 1), (1, 9), (1, 2 * far)), ((20, 20), (20, 20), (5, 5), (5, far)))
@@ -312,7 +314,7 @@ class StepTimer:
         by_number = _changed(base, self._named(((50, 50),), 5)) - by_rows
         by_tokens = _changed(base, self._named(((90, 90), *rows[1:]), 5)) - by_rows
         moved = {key for slots in ((32, 0), (0, 32)) for key in _changed(base, self._named(rows, 5, *slots))}
-        kinds: dict[tuple[str, int], str] = {}
+        kinds = self._kinds
         for key in (*base, *moved):
             if key in by_rows:
                 kinds[key] = "rows"
@@ -322,17 +324,39 @@ class StepTimer:
                 kinds[key] = "counts"
             else:
                 kinds[key] = "logits" if key in by_logits else "tokens"
-        return kinds
+        self._present = frozenset(kinds.values())
+        # Also where a technique adds ops to small or to large steps alone.
+        shapes = [_shape(each, 1) for each in (rows, *others, ((1, 1),), ((1, far),) * 3, ((_FAR, _FAR), (1, 9)))]
+        self._spares = all(
+            self._of_kind("rows", shape) == self._of_kind("rows", replace(shape, rows_only=True)) for shape in shapes
+        )
 
     def _named(self, rows: Iterable[tuple[int, int]], logits: int, *moved: int) -> dict[tuple[str, int], Op]:
+        return self._placed(_shape(rows, logits, *moved))
+
+    def _placed(self, shape: StepShape) -> dict[tuple[str, int], Op]:
+        """The ops of `shape` by name and which of that name they are."""
         seen: dict[str, int] = {}
         found = {}
-        shape = StepShape(tuple(RowShape(queries, max(queries, keys)) for queries, keys in rows), logits, *moved)
         for op in self._ops_of(shape):
             place = seen.get(op.name, 0)
             seen[op.name] = place + 1
             found[op.name, place] = op
         return found
+
+    def _of_kind(self, kind: str, shape: StepShape) -> dict[tuple[str, int], Op]:
+        """Those that belong to `kind`; what turns up for the first time may depend on anything, as rows do."""
+        kinds = self._kinds
+        return {key: op for key, op in self._placed(shape).items() if kinds.get(key, "rows") == kind}
+
+
+def _shape(rows: Iterable[tuple[int, int]], logits: int, *moved: int) -> StepShape:
+    return StepShape(tuple(RowShape(queries, max(queries, keys)) for queries, keys in rows), logits, *moved)
+
+
+def _spread(rows: int, tokens: int, logits: int) -> StepShape:
+    """Some step of so many rows, tokens and logits."""
+    return StepShape((RowShape(tokens - rows + 1, tokens), *[RowShape(1, 1)] * (rows - 1)), logits)
 
 
 def _changed(a: Mapping[tuple[str, int], Op], b: Mapping[tuple[str, int], Op]) -> set[tuple[str, int]]:

@@ -142,12 +142,13 @@ class Roofline(Technique):
 def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float, str]:
     """Attention over a mixed batch: decode rows are limited by KV reads, the others by pairs."""
     peak, bandwidth = peak_flops(device, op.dtype), device.memory_bandwidth
-    pairs = sum(visible_pairs(r.queries, r.keys) for r in op.rows)
+    counted = sorted(Counter(op.rows).items())  # of many rows few differ
+    pairs = sum(rows * visible_pairs(queries, total) for (queries, total), rows in counted)
     if not pairs:
         return curves.attention_overhead, "no rows"
     flops_a_pair = op.flops / pairs
-    keys = sum(r.keys for r in op.rows)
-    decode_keys = sum(r.keys for r in op.rows if r.queries == 1)
+    keys = sum(rows * total for (_, total), rows in counted)
+    decode_keys = sum(rows * total for (queries, total), rows in counted if queries == 1)
     seconds = curves.attention_overhead
     words = []
     if decode_keys:
@@ -157,7 +158,7 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
         floor = max((x / y for x, y in curves.attention_memory if x < size), default=0.0)
         seconds += max(max(size / share, floor) / bandwidth, flops_a_pair * decode_keys / peak)
         words.append(f"{size / 1e6:.1f} MB of KV at {share:.0%} of {bandwidth / 1e9:.0f} GB/s")
-    for (queries, total), rows in sorted(Counter(op.rows).items()):
+    for (queries, total), rows in counted:
         if queries == 1:
             continue
         pairs = visible_pairs(queries, total)
