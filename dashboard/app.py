@@ -6,7 +6,7 @@
 Invariants
 * Built-in pages and those of plugins come through the same hook; a page that fails shows its reason and
   leaves the others working.
-* The scenario is adopted from the URL before the page and published after it (`session.py`).
+* The scenario is adopted from the URL and published before the page is drawn, and published again after it (`session.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def page_classes(registry: Registry) -> list[tuple[str, type[Any]]]:
 def _renderer(path: str, cls: type[Any], shared: Resources) -> Callable[[], None]:
     def render() -> None:
         session.adopt(path)
+        session.publish()
         try:
             cls().render(shared)
         except Exception as error:  # a broken page must not take the dashboard down

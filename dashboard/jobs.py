@@ -129,10 +129,12 @@ class JobManager:
             "runs_dir": str(self.root), "plugins": self._plugins, "plugin_dirs": self._plugin_dirs,
             "tasks": [task.plain() for task in tasks],
         }  # fmt: skip
-        (folder / "job.json").write_text(json.dumps(spec, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        with open(folder / "log", "wb") as log:
+        with open(folder / "log", "wb") as log, open(folder / "lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # before the job can be seen; the worker inherits it and ends with it
+            text = json.dumps(spec, indent=1, allow_nan=False) + "\n"
+            (folder / "job.json").write_text(text, encoding="utf-8")
             child = subprocess.Popen(
-                [sys.executable, "-m", "twinfer.dashboard.worker", str(folder)],
+                [sys.executable, "-m", "twinfer.dashboard.worker", str(folder)], pass_fds=[lock.fileno()],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         (folder / "pid").write_text(str(child.pid), encoding="utf-8")
@@ -227,7 +229,7 @@ class JobManager:
         except BlockingIOError:
             return True
         except OSError:
-            return _age(self.folder / job / "job.json") < 5  # not yet locked: just started
+            pass
         return False
 
     def _signal(self, job: str, number: int) -> None:
@@ -293,10 +295,3 @@ def _tail(path: Path, size: int = 4000) -> str:
         return path.read_bytes()[-size:].decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return float("inf")

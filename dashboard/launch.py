@@ -67,7 +67,7 @@ class Server:
         port: int | None = None,
         plugins: Sequence[str] = (),
         plugin_dirs: Sequence[str | Path] = (),
-        patience: float = 60.0,
+        patience: float = 180.0,
     ) -> None:
         if port is not None and not 1 <= port <= 65535:
             raise ConfigError("--port", port, "not a port", "use 1 to 65535")

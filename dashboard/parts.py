@@ -265,6 +265,7 @@ def status_line(job: Job) -> str:
 def _live(resources: Resources, ident: str) -> None:
     job = resources.jobs.get(ident)
     if job is None or job.over:
+        session.keep()
         st.rerun()
         return
     with st.container(border=True, key="job"):
@@ -298,7 +299,7 @@ def _outcome(resources: Resources, job: Job) -> None:
                 st.markdown(f"{plain(job.title)}: {plain(job.error)}.{kept}")
             real, predicted = pair_of(job)
             both = real is not None and predicted is not None
-            if both and st.button("Compare", key="to-compare", icon=":material/compare_arrows:"):
+            if both and st.button("Compare", key="to-compare", icon=":material/compare_arrows:", on_click=session.keep):
                 session.show(real=real, predicted=predicted)
                 st.switch_page(st.session_state.pages["compare"])
             st.button("Dismiss", key="dismiss", on_click=session.show, kwargs={"job": None}, type="tertiary")

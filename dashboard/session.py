@@ -1,18 +1,22 @@
 """The scenario of one browser tab: kept in session state, written to the URL, adopted from it on Back.
 
-`st.session_state.sc` is the truth. Streamlit's own binding of widgets to the URL loses values when a page
+What is kept here is the truth. Streamlit's own binding of widgets to the URL loses values when a page
 link follows a deep link at once, and on Back; this does not.
 
 Invariants
-* `adopt` runs before the page, `publish` after it; nothing else touches the query parameters.
+* `adopt` and then `publish` run before the page draws anything: whatever a page shows is in the address already, so
+  a reload loses nothing. `publish` runs again after the page, for what the page itself changed.
 * The URL is adopted only when it differs from what was last written and nothing was edited in this run
-  (that is Back or Forward); the empty URL of a fresh page link is not.
+  (that is Back or Forward); the empty URL of a fresh page link is not, nor what comes after `keep`.
+* What is kept is one object. Streamlit may stop a script at any access to session state, so values that belong
+  together and lay there one by one could part.
 * Every edit is one history entry, so Back is undo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
@@ -26,69 +30,98 @@ VIEW = ("job", "real", "predicted", "metric", "axis", "batch")  # query paramete
 _SAFE = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
+@dataclass(slots=True)
+class _Tab:
+    """url: as last written or adopted.  touched: changed since then by an edit.  problems: messages not yet shown."""
+
+    scenario: Scenario
+    view: Mapping[str, str]
+    url: Mapping[str, str]
+    page: str
+    problems: list[str] = field(default_factory=list)
+    touched: bool = False
+
+
+def _tab() -> _Tab:
+    return st.session_state.tab
+
+
 def scenario() -> Scenario:
     """The scenario of this tab."""
-    return st.session_state.sc
+    return _tab().scenario
 
 
 def view(name: str) -> str | None:
     """What is being looked at: a job, a record, a metric; None when not chosen."""
-    return st.session_state.vw.get(name)
+    return _tab().view.get(name)
 
 
 def show(**changes: str | None) -> None:
     """Change what is looked at; None forgets it."""
-    kept = {**st.session_state.vw, **changes}
-    st.session_state.vw = {k: v for k, v in kept.items() if v}
-    st.session_state.touched = True
+    tab = _tab()
+    tab.view = {k: v for k, v in {**tab.view, **changes}.items() if v}
+    tab.touched = True
 
 
 def edit(**changes: Any) -> None:
     """Change the scenario; a value that cannot work is refused with a message and changes nothing."""
+    tab = _tab()
     try:
-        st.session_state.sc = scenario().edited(**changes)
+        tab.scenario = tab.scenario.edited(**changes)
     except ValidationError as error:
         first = error.errors()[0]
-        st.session_state.problems = [f"{'.'.join(map(str, first['loc']))}: {first['msg']}"]
+        tab.problems = [f"{'.'.join(map(str, first['loc']))}: {first['msg']}"]
     except TwinferError as error:
-        st.session_state.problems = [str(error)]
-    st.session_state.touched = True
+        tab.problems = [str(error)]
+    tab.touched = True
 
 
 def replace(new: Scenario) -> None:
     """Put another scenario in place, e.g. a preset or the one of a stored run."""
-    st.session_state.sc = new
-    st.session_state.touched = True
+    tab = _tab()
+    tab.scenario, tab.touched = new, True
+
+
+def tell(problem: str) -> None:
+    """Have a message shown by the next page, once."""
+    _tab().problems = [problem]
 
 
 def problems() -> list[str]:
     """Messages about the last edit or the link, shown once."""
-    found: list[str] = st.session_state.get("problems", [])
-    st.session_state.problems = []
+    tab = _tab()
+    found, tab.problems = tab.problems, []
     return found
+
+
+def keep() -> None:
+    """What is kept here stands, whatever the address says: one that comes with a timer or a click may be older than
+    the last edit."""
+    _tab().touched = True
 
 
 def adopt(page: str) -> None:
     """Take the scenario from the URL: at the first run, and on Back or Forward."""
-    state = st.session_state
     url = st.query_params.to_dict()
-    if "sc" not in state:
-        _read(url)
-    else:
-        moved = page != state.get("page")
-        if url != state.get("written") and not state.get("touched") and not (moved and not url):
-            _read(url)
-    state.page = page
+    tab: _Tab | None = st.session_state.get("tab")
+    if tab is None:
+        found, looked_at, problems = _read(url)
+        st.session_state.tab = _Tab(found, looked_at, url, page, problems)
+        return
+    moved = page != tab.page
+    if url != tab.url and not tab.touched and not (moved and not url):
+        tab.scenario, tab.view, tab.problems = _read(url)
+        tab.url = url
+    tab.page = page
 
 
 def publish() -> None:
     """Write the scenario to the URL, if it says something else."""
-    state = st.session_state
-    new = parameters(state.sc, state.vw)
+    tab = _tab()
+    new = parameters(tab.scenario, tab.view)
     if st.query_params.to_dict() != new:
         st.query_params.from_dict(new)
-    state.written = new
-    state.touched = False
+    tab.url, tab.touched = new, False
 
 
 def parameters(current: Scenario, looked_at: Mapping[str, str]) -> dict[str, str]:
@@ -99,14 +132,16 @@ def parameters(current: Scenario, looked_at: Mapping[str, str]) -> dict[str, str
 
 def link() -> str:
     """The address that shows this page to somebody else on this machine."""
+    tab = _tab()
     base = (st.context.url or "").split("?")[0]
-    query = urlencode(parameters(scenario(), st.session_state.vw))
+    query = urlencode(parameters(tab.scenario, tab.view))
     return f"{base}?{query}" if query else base
 
 
-def _read(url: Mapping[str, str]) -> None:
-    state = st.session_state
-    state.sc, state.problems = Scenario.from_params(url)
-    state.vw = {k: url[k] for k in VIEW if url.get(k) and len(url[k]) <= 128 and set(url[k]) <= _SAFE}
+def _read(url: Mapping[str, str]) -> tuple[Scenario, dict[str, str], list[str]]:
+    """The scenario and the view of a URL, and what could not be used of it."""
+    found, problems = Scenario.from_params(url)
+    looked_at = {k: url[k] for k in VIEW if url.get(k) and len(url[k]) <= 128 and set(url[k]) <= _SAFE}
     if url.get("v", VERSION) != VERSION:
-        state.problems = [*state.problems, f"this link is of version {url['v']}; version {VERSION} is understood"]
+        problems = [*problems, f"this link is of version {url['v']}; version {VERSION} is understood"]
+    return found, looked_at, problems

@@ -50,6 +50,7 @@ def streamlit_options() -> dict[str, object]:
         "server.address": "127.0.0.1",
         "server.fileWatcherType": "none",
         "server.headless": True,
+        "server.websocketPingInterval": 120,  # s; there is no proxy that a link must be kept open through
         "logger.level": "warning",
         "theme.baseFontSize": 15,
         "theme.baseRadius": "0.5rem",

@@ -5,7 +5,7 @@
 Invariants
 * It talks through `events.jsonl` only; stdout and stderr are its log.
 * A stopped run still saves its partial record; a task that fails leaves the others their turn.
-* It holds `lock` in its folder while it lives, and the root's `engine.lock` while it measures.
+* It inherits the lock on `lock` in its folder, held while it lives; it takes the root's `engine.lock` while it measures.
 """
 
 from __future__ import annotations
@@ -169,8 +169,6 @@ def _runner(world: str) -> Any:
 
 def main(folder: str) -> int:
     path = Path(folder)
-    lock = open(path / "lock", "ab")  # noqa: SIM115  (held until the process ends)
-    fcntl.flock(lock, fcntl.LOCK_EX)
     os.nice(10)  # pages stay quick while a run computes
     worker = Worker(path)
     signal.signal(signal.SIGTERM, worker.on_signal)

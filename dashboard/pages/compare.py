@@ -176,7 +176,7 @@ def _predict(resources: Resources, record: RunRecord) -> None:
     try:
         task = _task_like(record)
     except (TwinferError, ValidationError) as error:
-        st.session_state.problems = [explain(error)]
+        session.tell(explain(error))
         return
     session.show(job=resources.jobs.start([task], f"Prediction of {record.id}"), predicted=None)
 

@@ -230,7 +230,7 @@ def _start(
             label = combination.scenario.techniques()
             tasks += [task_of(combination.scenario, world, label) for world in worlds]
     except (TwinferError, ValidationError) as error:
-        st.session_state.problems = [explain(error)]
+        session.tell(explain(error))
         return
     scenario = session.scenario()
     session.show(job=resources.jobs.start(tasks, f"{title}: {scenario.model}", scenario.to_params()))

@@ -1,14 +1,52 @@
-"""Made-up records of both worlds, whose numbers are known in closed form, for chart and page tests."""
+"""Made-up records of both worlds, whose numbers are known in closed form, and runs that last until they are stopped.
+
+Makes the helper modules of this folder importable.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.records import RequestRecord, RunRecord, StepRecord, compute_metrics
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+SLOW = '''
+"""A scheduler that pauses before every step wherever a run is made: 60,000 requests take hours, however fast we are."""
+import sys
+import time
+
+from twinfer.core.hookspecs import hookimpl
+from twinfer.plugins.scheduler.continuous import Continuous
+
+ON_A_PAGE = "streamlit" in sys.orig_argv  # its quick estimates stay quick
+
+
+class Slow(Continuous):
+    name = "slow"
+    summary = "continuous, with a pause before every step"
+
+    def propose(self, view):
+        if not ON_A_PAGE:
+            time.sleep(0.02)
+        yield from super().propose(view)
+
+    def steady(self, view):
+        return super().steady(view) if ON_A_PAGE else None
+
+
+@hookimpl
+def register_scheduler(register):
+    register(Slow)
+'''
 
 BYTES_PER_TOKEN = 46_080.0  # SmolLM2-135M in float32
 
@@ -79,7 +117,15 @@ def make_record(
     return record
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def slow_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the scheduler `slow`, for runs that certainly last until somebody stops them."""
+    folder = tmp_path_factory.mktemp("slow-plugins")
+    (folder / "slow.py").write_text(SLOW)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def record() -> Callable[..., RunRecord]:
     return make_record
 
