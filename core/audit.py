@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twinfer.core.beam import audit_beams
+from twinfer.core.plan import FromStep
 from twinfer.core.request import Sequence, Status
 
 if TYPE_CHECKING:
@@ -80,8 +81,10 @@ def audit_core(core: Core) -> list[str]:
         if step not in core.outstanding:
             wrong.append(f"blocks are kept for step {step}, which is not outstanding")
     for plan in core.outstanding.values():
-        if len(plan.rows) > core.limits.max_num_seqs:
-            wrong.append(f"step {plan.step}: {len(plan.rows)} rows, cap {core.limits.max_num_seqs}")
+        if len(plan.rows) > core.limits.max_rows:
+            wrong.append(f"step {plan.step}: {len(plan.rows)} rows, cap {core.limits.max_rows}")
+        if core.limits.num_stages > 1 and any(isinstance(t, FromStep) for row in plan.rows for t in row.tokens):
+            wrong.append(f"step {plan.step}: feeds a token that is in another stage")
         if plan.num_tokens > core.limits.max_num_batched_tokens:
             wrong.append(f"step {plan.step}: {plan.num_tokens} tokens, budget {core.limits.max_num_batched_tokens}")
     if not core.has_work:

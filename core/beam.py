@@ -215,7 +215,7 @@ def _park(core: Core, seq: Sequence) -> None:
 def _fork(core: Core, seq: Sequence, parent: Sequence, token: int) -> None:
     """The parked `seq` becomes a copy of `parent` with one more token; `parent` has not got its own yet."""
     seq.output = [*parent.output, token]
-    seq.num_cached = parent.num_cached
+    seq.num_cached, seq.num_hit = parent.num_cached, parent.num_hit
     if seq.id in core.preempted:  # the fork replaces its table
         core.preempted.remove(seq.id)
     core.forks = [fork for fork in core.forks if fork.seq != seq.id]
@@ -260,7 +260,7 @@ def end_beams(core: Core, group: BeamGroup, reason: str = "", detail: str = "") 
         core.tell(
             Finished(
                 request.id, index, found.reason, found.detail, seq.prompt_len, len(found.tokens), seq.num_cached,
-                seq.num_preemptions, seq.num_swaps, found.logprob if found.tokens else None,
+                seq.num_preemptions, seq.num_swaps, found.logprob if found.tokens else None, seq.num_hit or 0,
             )
         )  # fmt: skip
     del core.requests[request.id]

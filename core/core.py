@@ -302,6 +302,8 @@ class Core:
             assert seq.kv_load is not None
             self._advance(seq, min(seq.kv_load.num_tokens, seq.known - 1))
             seq.num_cached = seq.computed
+            if seq.num_hit is None:
+                seq.num_hit = seq.computed
             seq.kv_load = None
             seq.status = Status.RUNNING
             self.admitted(seq)
@@ -349,6 +351,7 @@ class Core:
                 seq.num_cached,
                 seq.num_preemptions,
                 seq.num_swaps,
+                num_hit_tokens=seq.num_hit or 0,
             )
         )
         samples = self.requests[seq.request.id]

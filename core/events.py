@@ -76,7 +76,9 @@ class Finished:
     """Sample `index` has ended.
 
     reason: stop | length | abort | capacity | error.  `detail` says what to change for the last two,
-    and for `stop` which stop string or id ended it.  cumulative_logprob: of the tokens, for beam search.
+    and for `stop` which stop string or id ended it.  num_cached_tokens: found in the cache at the latest admission, after a
+    preemption among them its own.  num_hit_tokens: of the prompt, at the first admission.  cumulative_logprob: of the
+    tokens, for beam search.
     """
 
     request_id: str
@@ -89,6 +91,7 @@ class Finished:
     num_preemptions: int = 0
     num_swaps: int = 0
     cumulative_logprob: float | None = None
+    num_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

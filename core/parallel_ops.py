@@ -1,13 +1,15 @@
-"""The ops of one step of a replica that is laid over several devices: which rank, which stage, which rows.
+"""The ops of a replica that is laid over several devices: which rank, which stage, which rows.
 
     dp    rows are dealt over the groups; the group with the most tokens counts, all wait for it at the experts
-    pp    rows are dealt over `pp` micro-batches (long prompts are cut), which follow each other through the stages;
-          each stage hands the hidden state on
+    pp    each stage has its layers, and hands the hidden state on
     tp, cp, ep    within the ops of a rank (`layer_ops`, `ring_ops`, `expert_ops`)
 
-A step of a pipeline takes as long as its slowest stage needs for all micro-batches: while one stage works on one of
-them, the others work on the others, and the next step follows without a gap. Or, where that is longer (fewer micro-batches
-than stages, or one that is far larger), as long as the largest micro-batch takes on its way through all stages.
+A simulated run knows which rank and which stage has which rows, and asks for the ops of each: `own_ops`, `experts_of`,
+`sent_ahead`. `ops_of_step` is the step of a replica with so many rows at its best, for bounds and for looking at: rows are
+spread evenly over ranks, and in a pipeline over `pp` parts (long prompts are cut), one in each stage. It takes as long
+as the slowest stage needs for all parts: while it works on one of them, the others work on the others, and the next
+step follows without a gap. Or, where that is longer (fewer parts than stages, or one that is far larger), as long as the
+largest part takes on its way through all stages.
 
 Invariants
 * `step_ops` of `Layout()` is the step of one device.
@@ -24,7 +26,7 @@ from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.layer_ops import Stage, ops_of_stage, stage_of
 from twinfer.core.layout import Layout
 from twinfer.core.spec import ModelSpec
-from twinfer.core.work import Op, RowShape, StepShape
+from twinfer.core.work import MoEShape, Op, RowShape, StepShape
 
 LEAST_CHUNK = 512  # tokens below which a prompt is not cut over micro-batches: weights would be read twice for nothing
 _RIDGE = 300.0  # FLOP per byte at which today's devices are as busy computing as reading: to tell the slowest stage
@@ -59,9 +61,30 @@ def ops_by_stage(model: ModelSpec, shape: StepShape, layout: Layout) -> list[lis
 def hand_over(model: ModelSpec, shape: StepShape, layout: Layout, count: int) -> Op:
     """Sending the hidden state of the largest group's tokens to the next stage."""
     rows = max(deal(shape.rows, layout.dp), key=_size)
-    t = -(-sum(q for q, _ in rows) // layout.cp)
+    return sent_ahead(model, sum(q for q, _ in rows), layout, count)
+
+
+def sent_ahead(model: ModelSpec, tokens: int, layout: Layout, count: int) -> Op:
+    """Sending the hidden state of `tokens` tokens of one data-parallel group to the next stage."""
+    t = -(-tokens // layout.cp)
     size = t * model.hidden_size * dtype_bytes(model.dtype)
     return Op("hand_over", "comm", 0.0, size, size, model.dtype, count, (2 * layout.tp * layout.cp * layout.dp,), size)
+
+
+def own_ops(stage: Stage, shape: StepShape, with_experts: bool) -> list[Op]:
+    """Ops of `shape` on one rank of `stage`; without the routed experts where it shares them with other groups."""
+    ops = ops_of_stage(stage, shape)
+    return ops if with_experts else [op for op in ops if not _of_experts(op)]
+
+
+def experts_of(stage: Stage, tokens: int, all_tokens: int) -> list[Op]:
+    """Ops of the routed experts of `stage` for the `all_tokens` tokens of all groups, `tokens` of the fullest."""
+    shape = StepShape((RowShape(tokens, tokens),), 0)
+    return [op for op in ops_of_stage(stage, shape, all_tokens) if _of_experts(op)]
+
+
+def _of_experts(op: Op) -> bool:
+    return isinstance(op.of, MoEShape) or op.name in ("moe_gather", "moe_scatter")
 
 
 def stages_of(model: ModelSpec, layout: Layout) -> list[Stage]:
@@ -139,4 +162,7 @@ def _weight(ops: Sequence[Op]) -> float:
     return sum(max(op.bytes, op.flops / _RIDGE) * op.count for op in ops)
 
 
-__all__ = ["deal", "hand_over", "largest_group", "micro_batches", "ops_by_stage", "ops_of_step", "stages_of"]
+__all__ = [
+    "deal", "experts_of", "hand_over", "largest_group", "micro_batches", "ops_by_stage", "ops_of_step", "own_ops", "sent_ahead",
+    "stages_of",
+]  # fmt: skip

@@ -194,13 +194,15 @@ class StepResult:
     """Results in row order.
 
     seconds: time the step took (measured or modelled); sigma: standard deviation of a modelled time;
-    ops: seconds by op name when known.
+    ops: seconds by op name when known.  stages: seconds in each stage of a pipeline that the step goes through, one after
+    the other (`seconds` is their sum); empty where it has the whole engine for itself.
     """
 
     rows: tuple[RowResult, ...]
     seconds: float = 0.0
     sigma: float = 0.0
     ops: Mapping[str, float] = field(default_factory=dict)
+    stages: tuple[float, ...] = ()
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,8 @@ Invariants
 * The first admission that memory refuses closes admission for this step, so a small request never
   starves a large one that is ahead of it. Gates do not close it.
 * Blocks of a sequence with rows in outstanding steps are never taken from it.
+* Where steps go through a pipeline, a sequence whose token is on its way gets no row; chunks of a prompt may follow
+  each other.
 * With sliding windows a row of several tokens is cut to the blocks that nobody holds (at least one token is asked
   for): as it commits, blocks come back. So whatever fits alone token by token fits in chunks, too, and no chunk
   preempts anyone for room that its own window is about to leave.
@@ -44,8 +46,9 @@ class Planner:
         # Members of a flock have their rows already: they need no more than to be counted.
         self.running = core.running if flock is None else flock.young
         self.members: Mapping[str, object] = {} if flock is None else flock.members
-        self.max_rows = core.limits.max_num_seqs - len(self.members)
+        self.max_rows = core.limits.max_rows - len(self.members)
         self.budget = core.limits.max_num_batched_tokens - len(self.members)
+        self.staged = core.limits.num_stages > 1
         self.rows: list[Row] = []
         self.grants: list[Grant] = []
         self.copies: list[Copy] = []
@@ -94,6 +97,8 @@ class Planner:
         inflight, awaiting, drafts = seq.inflight, seq.awaiting, seq.drafts
         # With drafts out, how far the cache is valid is known only when the step is done.
         if inflight and (drafts or seq.last_step == self.step):
+            return
+        if awaiting and self.staged:  # its token is in another stage
             return
         start = seq.computed + inflight
         known = seq.prompt_len + len(seq.output)
@@ -280,6 +285,8 @@ class Planner:
         else:
             seq.computed = ledger.admit(seq, hits)
         seq.num_cached = seq.computed
+        if seq.num_hit is None and not loading:  # else it is known when the transfer has ended
+            seq.num_hit = seq.computed
         seq.status = _RUNNING
         core.admitted(seq)
         self.admitted.append(seq)

@@ -27,6 +27,9 @@ class Limits:
     max_num_seqs: rows in one step.  max_num_batched_tokens: tokens in one step.
     max_model_len: prompt plus output tokens of one sequence.  num_blocks: KV blocks in the pool.
     max_outstanding: steps that may be launched before the first of them is done.
+    num_stages: of the pipeline that steps go through one after the other. With several, a step feeds only tokens that are
+        known (those of other stages are on their way), and takes no more than its share of `max_num_seqs` rows, so
+        that there are rows for all stages.
     num_host_blocks: KV blocks in host memory, where preempted sequences are swapped to; 0: they are recomputed.
     """
 
@@ -36,6 +39,12 @@ class Limits:
     num_blocks: int = 1024
     max_outstanding: int = 1
     num_host_blocks: int = 0
+    num_stages: int = 1
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one step at most."""
+        return -(-self.max_num_seqs // self.num_stages)
 
 
 class Want(NamedTuple):

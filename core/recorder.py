@@ -194,6 +194,7 @@ class Recorder:
             self._by_seq.pop(output.request_id if output.index == 0 else f"{output.request_id}/{output.index}", None)
             entry.finished, entry.reason, entry.detail = at, output.reason, output.detail
             entry.num_cached_tokens = output.num_cached_tokens
+            entry.num_hit_tokens = output.num_hit_tokens
             entry.num_preemptions = output.num_preemptions
             entry.num_swaps = output.num_swaps
         elif isinstance(output, Rejected):

@@ -6,6 +6,7 @@ Definitions (vLLM's)
 * ITL: gap between successive deliveries of tokens of one request.  E2E: arrival to last token.
 * throughput: tokens (or requests) completed / (last finish - first arrival).
 * KV waste: 1 - used slots / reserved slots, averaged over steps, weighted by their duration.
+* prefix cache hits: prompt tokens found in the cache when a request was first admitted / prompt tokens.
 
 Invariants
 * Engine and simulator fill the same fields; a field that was not measured is None, never 0.
@@ -66,7 +67,8 @@ class RequestRecord:
     detail: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache at the latest admission: its own too, after a preemption
+    num_hit_tokens: int = 0  # of the prompt, found at the first admission
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept the KV in host memory
     itl: list[float] = field(default_factory=list)
@@ -287,6 +289,6 @@ def compute_metrics(record: RunRecord, tally: Tally | None = None) -> dict[str, 
         metrics["kv_waste"] = kv_waste(record.steps)
     else:
         metrics["kv_waste"] = 1 - tally.used / tally.reserved if tally.reserved > 0 else None
-    cached = sum(r.num_cached_tokens for r in seen)
-    metrics["prefix_cache_hit_rate"] = cached / prompt if prompt else None
+    hits = sum(r.num_hit_tokens for r in seen)
+    metrics["prefix_cache_hit_rate"] = hits / prompt if prompt else None
     return metrics

@@ -103,6 +103,7 @@ class Sequence:
         "limit",
         "need",
         "num_cached",
+        "num_hit",
         "num_preemptions",
         "num_swaps",
         "number",
@@ -140,7 +141,8 @@ class Sequence:
         self.host: HostCopy | None = None  # KV kept there; only while waiting
         self.order: tuple[object, ...] = ()
         self.leader: Sequence | None = None  # sample 0 of the same request, for forks
-        self.num_cached = 0  # tokens found in the prefix cache at the latest admission
+        self.num_cached = 0  # tokens found in the prefix cache at the latest admission; its own, after a preemption
+        self.num_hit: int | None = None  # at the first admission
         self.kv_load = request.kv_from
         params = request.params
         self.stop_ids = frozenset(params.stop_token_ids) | (

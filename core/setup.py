@@ -189,7 +189,8 @@ def resolve(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_len,
-        max_outstanding=config.max_outstanding,
+        max_outstanding=config.max_outstanding + config.pp - 1,
+        num_stages=config.pp,
     )
     block_size = kv_cache.block_size(limits)
     groups = groups_of(model, kv_cache)

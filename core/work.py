@@ -24,7 +24,7 @@ from twinfer.core.spec import ModelSpec
 
 __all__ = [
     "BYTES", "COLLECTIVES", "LatentShape", "Linear", "MoEShape", "Op", "RowShape", "StateShape", "StepShape",
-    "dtype_bytes", "keys_read", "scaled", "stage_ops", "step_ops", "swapped_slots", "total", "visible_pairs",
+    "dtype_bytes", "keys_read", "num_logits", "scaled", "stage_ops", "step_ops", "swapped_slots", "total", "visible_pairs",
 ]  # fmt: skip
 
 COLLECTIVES = {
@@ -172,15 +172,7 @@ class StepShape:
     @classmethod
     def of(cls, plan: StepPlan) -> StepShape:
         rows = tuple(RowShape(len(r.tokens), r.start + len(r.tokens)) for r in plan.rows)
-        logits = 0
-        for r in plan.rows:
-            if r.need is Need.LAST or r.need is Need.BEAM:
-                logits += 1
-            elif r.need is Need.DRAFTS:
-                logits += r.draft + 1
-            elif r.need is Need.ALL:
-                logits += len(r.tokens)
-        return cls(rows, logits, copied_slots(plan), swapped_slots(plan))
+        return cls(rows, num_logits(plan), copied_slots(plan), swapped_slots(plan))
 
     @classmethod
     def prefill(cls, *lengths: int) -> StepShape:
@@ -191,6 +183,19 @@ class StepShape:
     def decode(cls, *contexts: int) -> StepShape:
         """One token each after contexts of these lengths (the fed token included)."""
         return cls(tuple(RowShape(1, c) for c in contexts), len(contexts))
+
+
+def num_logits(plan: StepPlan) -> int:
+    """Positions of the rows of `plan` that go through the LM head."""
+    logits = 0
+    for r in plan.rows:
+        if r.need is Need.LAST or r.need is Need.BEAM:
+            logits += 1
+        elif r.need is Need.DRAFTS:
+            logits += r.draft + 1
+        elif r.need is Need.ALL:
+            logits += len(r.tokens)
+    return logits
 
 
 def copied_slots(plan: StepPlan) -> int:

@@ -4,7 +4,8 @@
 
 Invariants
 * The same `Core` class and the same loop as the real driver; only who answers differs.
-* Executors run one step at a time: a plan launched while another runs starts when that one ends.
+* Executors run one step at a time: a plan launched while another runs starts when that one ends. In a pipeline that holds of
+  each of its stages (`pipeline.py`).
 * The clock never goes backwards, and at equal times arrivals come in the order of the requests.
 """
 
@@ -22,9 +23,10 @@ from twinfer.core.events import Event, Output, StepDone, Submit
 from twinfer.core.executor import Executor
 from twinfer.core.feeder import Feeder
 from twinfer.core.loop import Admit, Drain, Emit, Launch, Now, Wait, engine_loop, note_event, note_outputs, sample_ids
-from twinfer.core.plan import StepPlan
+from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.recorder import Recorder
 from twinfer.core.request import Request
+from twinfer.simulator.pipeline import Line
 from twinfer.simulator.skipping import RunExecutor, SkippingEngine, can_skip
 
 Emitted = Callable[[Sequence[Output], float], None]
@@ -125,28 +127,29 @@ def engine(
     emit: Emitted | None = None,
     hook: Any = None,
     skip: bool = True,
+    line: Line | None = None,
 ) -> Generator[simpy.Event, Any, None]:
     """One engine as a SimPy process; ends when the inbox is closed and all work is done.
 
+    line: the way of its plans, where it shares that with others.
     skip: take steps that differ in nothing but time as one event where the policies allow it (`skipping.py`). Whoever
     looks at `core` from outside calls `inbox.settle()` first.
     """
-    if skip and can_skip(core, executor, hook):
+    if skip and line is None and can_skip(core, executor, hook):
         yield from SkippingEngine(env, core, cast(RunExecutor, executor), inbox, recorder, emit).process()
         return
     loop = engine_loop(core)
-    free_at = env.now  # when the executor has done all launched steps
+    line = line or Line(env)
     running = 0
     told = False  # the loop knows that the inbox is closed
     answer: Any = None
 
-    def complete(plan: StepPlan, begin: float) -> Callable[[simpy.Event], None]:
-        def done(event: simpy.Event) -> None:
+    def complete(plan: StepPlan) -> Callable[[StepResult, float], None]:
+        def done(result: StepResult, begin: float) -> None:
             nonlocal running
             running -= 1
             if inbox.failed:
                 return
-            result = event.value
             if recorder is not None:
                 recorder.step(plan, result, begin, env.now)
             if hook is not None:
@@ -179,13 +182,8 @@ def engine(
             if emit is not None:
                 emit(effect.outputs, env.now)
         elif isinstance(effect, Launch):
-            result = executor.execute(effect.plan)
-            begin = max(env.now, free_at)
-            free_at = begin + result.seconds
             running += 1
-            timer = env.timeout(free_at - env.now, result)
-            assert timer.callbacks is not None
-            timer.callbacks.append(complete(effect.plan, begin))
+            line.launch(executor, effect.plan, complete(effect.plan))
         else:
             assert isinstance(effect, Wait)
             bell = inbox.bell()

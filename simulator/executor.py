@@ -18,7 +18,7 @@ from twinfer.core.flock import Run, Stretch
 from twinfer.core.plan import Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
 from twinfer.simulator.recorded_passes import RecordedPasses
-from twinfer.simulator.step_time import DecodeCost, StepTimer
+from twinfer.simulator.step_time import DecodeCost, StepCost, StepTimer
 
 _SAMPLED = RowResult(tokens=(0,))
 _FED = RowResult()
@@ -38,6 +38,7 @@ class CostExecutor:
         self._ops = ops
         self._seconds = 0.0
         self._sigma = 0.0
+        self._beside = 0.0  # seconds that steps spent in all but their slowest stage
         self._runs = DecodeCost([], [])
         self._beams: dict[str, tuple[int, int]] = {}  # of a beam: its number, candidates of a row
 
@@ -54,7 +55,10 @@ class CostExecutor:
             )  # fmt: skip
 
     def execute(self, plan: StepPlan) -> StepResult:
-        cost = self._timer.cost(plan, self._ops)
+        return self.charge(plan, self._timer.cost(plan, self._ops))
+
+    def charge(self, plan: StepPlan, cost: StepCost) -> StepResult:
+        """What `plan` gives when it takes `cost`."""
         if self.passes is not None:
             cost = self.passes.added(plan, cost)
         rows = self._rows(plan)
@@ -63,8 +67,12 @@ class CostExecutor:
         self._seconds += cost.seconds
         self._sigma += cost.sigma
         scale = self._scale
+        stages = cost.stages
+        if stages:
+            self._beside += cost.seconds - max(stages)
+            stages = tuple([s * scale for s in stages])
         ops = cost.ops if scale == 1 else {name: s * scale for name, s in cost.ops.items()}
-        return StepResult(rows, cost.seconds * scale, cost.sigma, ops)
+        return StepResult(rows, cost.seconds * scale, cost.sigma, ops, stages)
 
     def _rows(self, plan: StepPlan) -> tuple[RowResult, ...]:
         """What each row gave; sequences that are gone are forgotten."""
@@ -118,6 +126,11 @@ class CostExecutor:
     def seconds(self) -> float:
         """Seconds of all steps so far (before scaling)."""
         return self._seconds
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the slowest stage has worked (before scaling); without a pipeline, those of all steps."""
+        return self._seconds - self._beside
 
     @property
     def sigma(self) -> float:

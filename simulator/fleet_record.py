@@ -83,9 +83,8 @@ def _joined(
     for _, entry in seen:
         if whole.first_scheduled is None and entry.first_scheduled is not None:
             whole.first_scheduled = entry.first_scheduled
-            whole.num_cached_tokens = (
-                entry.num_cached_tokens
-            )  # of the prompt; what it is handed or computes again is no hit
+            # of the prompt; what it is handed or computes again is no hit
+            whole.num_cached_tokens, whole.num_hit_tokens = entry.num_cached_tokens, entry.num_hit_tokens
         if entry.first_token is not None:
             if whole.last_token is None:
                 whole.first_token = entry.first_token

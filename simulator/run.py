@@ -51,9 +51,10 @@ from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.machine import differences
 from twinfer.simulator.op_time import OpTimeChain, build_chain
+from twinfer.simulator.pipeline import timer_of
 from twinfer.simulator.recorded_passes import RecordedPasses, warm_shape
 from twinfer.simulator.speculate import Speculation
-from twinfer.simulator.step_time import StepTimer
+from twinfer.simulator.step_time import StepCost, StepTimer
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 ShouldStop = Callable[[], bool]
@@ -200,14 +201,16 @@ def prepare(
     if wrap is not None:
         chain = wrap(chain)
 
-    def ops_of(shape: StepShape) -> Sequence[Op]:
-        ops: Sequence[Op] = step_ops(model, shape, layout)
+    def adapt(ops: Sequence[Op], shape: StepShape) -> Sequence[Op]:
         for technique in techniques:
             ops = technique.adapt_ops(ops, model, shape)
         return ops
 
+    def ops_of(shape: StepShape) -> Sequence[Op]:
+        return adapt(step_ops(model, shape, layout), shape)
+
     windows = [w for w in model.layer_windows if w is not None]
-    timer = StepTimer(ops_of, chain, windows, overlap=setup.limits.max_outstanding > 1)
+    timer = timer_of(model, layout, adapt, ops_of, chain, windows, overlap=config.max_outstanding > 1)
     timer.speculation = speculation_of(setup, device, config.op_time, registry)
     environment = {
         "python": platform.python_version(),
@@ -248,10 +251,10 @@ class StoppableExecutor(CostExecutor):
 
     should_stop: ShouldStop | None = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def charge(self, plan: StepPlan, cost: StepCost) -> StepResult:
         if self.should_stop is not None and self.should_stop():
             raise Stopped
-        return super().execute(plan)
+        return super().charge(plan, cost)
 
     def decode(self, run: Run) -> list[float]:
         if self.should_stop is not None and self.should_stop():
@@ -261,9 +264,9 @@ class StoppableExecutor(CostExecutor):
 
 def passes_of(world: World) -> RecordedPasses | None:
     """The recordings of an engine that makes any, as it starts with them."""
-    config = world.setup.config
     measured = any(model.name == "calibrated" for model in world.chain.models)
-    found = recording_of(world.device, world.setup.model) if measured and config.tp == 1 else None
+    alone = world.setup.config.layout.devices == 1  # an engine on several devices records nothing
+    found = recording_of(world.device, world.setup.model) if measured and alone else None
     if found is None:
         return None
     return RecordedPasses(*found, [warm_shape(world.requests, world.setup.limits.max_num_seqs)])

@@ -50,11 +50,15 @@ _FAR = 1 << 20  # more tokens than a step has
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one step with their standard deviation; `ops`: seconds by op name."""
+    """Seconds of one step with their standard deviation; `ops`: seconds by op name.
+
+    stages: seconds in each part of a pipeline, in their order; empty where steps do not overlap (`pipeline.py`).
+    """
 
     seconds: float
     sigma: float
     ops: Mapping[str, float]
+    stages: tuple[float, ...] = ()
 
 
 class Part(NamedTuple):

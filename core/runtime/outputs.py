@@ -26,6 +26,7 @@ class CompletionOutput:
 
     finish_reason: stop | length | abort | capacity | error.  stop_reason: the stop string or the id that ended
     it.  detail: what to change, for the last two reasons.  logprobs: one table a token, when they were asked for.
+    num_cached_tokens, num_hit_tokens: found in the prefix cache at the latest and at the first admission.
     cumulative_logprob: of all tokens, for beam search (samples are then its hypotheses, best first).
     """
 
@@ -37,6 +38,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     detail: str = ""
     num_cached_tokens: int = 0
+    num_hit_tokens: int = 0
     num_preemptions: int = 0
     cumulative_logprob: float | None = None
 
@@ -138,6 +140,7 @@ class Collector:
                     stop_reason=sample.stop_reason,
                     detail=end.detail if end.reason in ("capacity", "error") else "",
                     num_cached_tokens=end.num_cached_tokens,
+                    num_hit_tokens=end.num_hit_tokens,
                     num_preemptions=end.num_preemptions,
                     cumulative_logprob=end.cumulative_logprob,
                 )

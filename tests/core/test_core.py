@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from content_oracle import World
@@ -208,7 +209,21 @@ def test_a_load_longer_than_the_prompt_leaves_the_last_token() -> None:
     assert isinstance(plan, StepPlan) and plan.moves[0].num_tokens == 5 and plan.rows == ()
     world.drain()
     end = world.current["a"].ends[0]
-    assert (end.reason, end.num_cached_tokens) == ("length", 5)
+    assert (end.reason, end.num_cached_tokens, end.num_hit_tokens) == ("length", 5, 5)
+
+
+def test_hits_are_those_of_the_first_admission_whatever_is_preempted_later() -> None:
+    """`b` shares 8 tokens with `a`, both outgrow the pool: who gives way finds more of its own when it comes back."""
+    world = World(Continuous(), Paged(Paged.Options(block_size=4)), Limits(num_blocks=11, max_model_len=64))
+    shared = list(range(8))
+    for name, tail in (("a", [50, 51]), ("b", [60, 61])):
+        request = replace(ask(name, 10), prompt=[*shared, *tail], params=SamplingParams(max_tokens=20, ignore_eos=True))
+        world.submit(request)
+        world.advance()
+    world.drain()
+    a, b = (world.current[name].ends[0] for name in "ab")
+    assert (a.num_hit_tokens, b.num_hit_tokens) == (0, 8)
+    assert b.num_preemptions > 0 and b.num_cached_tokens > 8, "its own blocks are no hits of the prompt"
 
 
 def test_a_failed_load_falls_back_to_computing() -> None:

@@ -129,6 +129,7 @@ def test_edge_02_preempted_then_admitted_again_with_a_hit(block_size: int) -> No
             end = end_of(world, name)
             preempted += end.num_preemptions
             hit_again += end.num_preemptions > 0 and end.num_cached_tokens > 0
+            assert end.num_hit_tokens == 0, "nobody had computed any of it when it was first admitted"
     assert preempted >= 10, "the pools must be too small for both"
     assert hit_again >= 5, "what was preempted must find its own blocks again"
 

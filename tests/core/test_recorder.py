@@ -49,7 +49,7 @@ def two_requests() -> Recorder:
     plan = StepPlan(3, (row("b", 4, 1),), stats=PlanStats(1, 0, 2, 1, 8, 4, 4), preempted=("x",))
     recorder.step(plan, StepResult((), 1.0, 0.5, {"gemm": 0.9}), 1005.0, 1006.0)
     recorder.output(TokenDelta("b", 0, (3,)), 1006.0)
-    recorder.output(Finished("b", 0, "stop", "token 3", 3, 3, 2, 0), 1006.0)
+    recorder.output(Finished("b", 0, "stop", "token 3", 3, 3, 2, 0, num_hit_tokens=1), 1006.0)
     return recorder
 
 
@@ -62,6 +62,7 @@ def test_requests_are_timed_from_the_start_of_the_run() -> None:
     assert a.tpot == pytest.approx(3.0 / 3) and b.tpot == pytest.approx(2.0 / 2)
     assert (a.reason, a.detail, a.num_output_tokens, a.num_preemptions) == ("length", "max_tokens=4", 4, 1)
     assert (b.reason, b.detail, b.num_output_tokens, b.num_cached_tokens) == ("stop", "token 3", 3, 2)
+    assert (a.num_hit_tokens, b.num_hit_tokens) == (0, 1)
 
 
 def test_metrics_of_the_two_requests() -> None:
@@ -75,7 +76,7 @@ def test_metrics_of_the_two_requests() -> None:
     assert metrics["tpot"]["mean"] == pytest.approx(1.0) and metrics["e2e"]["p99"] == 5.0
     assert (metrics["num_requests"], metrics["num_completed"], metrics["num_preemptions"]) == (2, 2, 1)
     assert (metrics["prompt_tokens"], metrics["output_tokens"], metrics["num_steps"]) == (9, 7, 4)
-    assert metrics["prefix_cache_hit_rate"] == pytest.approx(2 / 9)
+    assert metrics["prefix_cache_hit_rate"] == pytest.approx(1 / 9), "of the first admission"
     # 3 blocks of 4 tokens at 10 B; waste: reserved 8*1 + 12*2 + 12*1 + 8*1 = 52 slot-seconds, used (committed and
     # being written) (0+6)*1 + (6+4)*2 + (10+2)*1 + (4+1)*1 = 43.
     assert metrics["peak_kv_bytes"] == 120.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from content_oracle import NastyScheduler, World
@@ -69,6 +70,7 @@ class CoreLife(RuleBasedStateMachine):
         budget=st.sampled_from([1, 3, 8, 64]),
         max_model_len=st.sampled_from([8, 24, 40]),
         depth=st.integers(1, 3),
+        staged=st.booleans(),
         lazy=st.booleans(),
         max_drafts=st.sampled_from([0, 0, 1, 4]),
         host_blocks=st.sampled_from([0, 0, 2, 20]),
@@ -84,6 +86,7 @@ class CoreLife(RuleBasedStateMachine):
         budget: int,
         max_model_len: int,
         depth: int,
+        staged: bool,
         lazy: bool,
         max_drafts: int,
         host_blocks: int,
@@ -96,6 +99,7 @@ class CoreLife(RuleBasedStateMachine):
             num_blocks=num_blocks * (len(windows) if num_blocks > 2 else 1),
             max_outstanding=depth,
             num_host_blocks=host_blocks,
+            num_stages=depth if staged else 1,
         )
         policy: Scheduler = SCHEDULERS[scheduler]()
         cache = make_cache(block_size, sharing)
@@ -255,6 +259,8 @@ def live(
         max_outstanding=rng.choice([1, 1, 2, 3]),
         num_host_blocks=rng.choice([0, 3, 20, 20]),
     )
+    if block_size % 2 == 0:  # steps go through a pipeline
+        limits = replace(limits, num_stages=limits.max_outstanding)
     world = World(
         SCHEDULERS[scheduler](),
         make_cache(block_size, rng.random() < 0.8),

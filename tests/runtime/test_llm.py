@@ -204,6 +204,7 @@ def test_prefix_cache_hits_are_reported_and_change_nothing(llm: LLM) -> None:
     prompt = "x" * 40
     first, second = (llm.generate(prompt, GREEDY)[0].outputs[0] for _ in range(2))
     assert first.num_cached_tokens == 0 and second.num_cached_tokens == 32
+    assert (first.num_hit_tokens, second.num_hit_tokens) == (0, 32)
     assert first.token_ids == second.token_ids
 
 

@@ -77,6 +77,7 @@ def check(done: FleetRun, record: RunRecord, requests: Sequence[Request]) -> Non
             assert min(r.itl, default=0) >= 0
             assert sum(r.itl) == pytest.approx(r.last_token - r.first_token)
             assert 0 <= r.num_cached_tokens <= r.num_prompt_tokens + r.num_output_tokens  # its own, after preemption
+            assert 0 <= r.num_hit_tokens < r.num_prompt_tokens
     for replica in done.replicas:
         if replica.state != "failed":
             assert replica.core.audit() == [] and not replica.core.has_work
