@@ -40,6 +40,7 @@ from twinfer.plugins.workload.synthetic import _tokens
 from twinfer.plugins.workload.traces import AzureTrace
 from twinfer.simulator.driver import SimInbox, engine
 from twinfer.simulator.executor import CostExecutor
+from twinfer.simulator.garbage import collected_rarely
 from twinfer.simulator.op_time import build_chain
 from twinfer.simulator.step_time import StepTimer
 
@@ -120,7 +121,8 @@ def measure(args: argparse.Namespace, num: int) -> Result:
         env.process(engine(env, setup.build_core(), executor, inbox, recorder, skip=not args.stepping))
         for executor, inbox, recorder in zip(executors, inboxes, recorders, strict=True)
     ]
-    env.run(env.all_of(engines))
+    with collected_rarely():
+        env.run(env.all_of(engines))
     records = [recorder.finish() for recorder in recorders]
     requests = [r for record in records for r in record.requests]
     done = [r for r in requests if r.reason == "length"]

@@ -185,7 +185,9 @@ class Flock:
         """Take in all that decode; False when the core must plan by itself."""
         core = self.core
         if self.members:
-            if any(seq.beams is not None for seq in self.young):
+            if not self.young:
+                pass
+            elif any(seq.beams is not None for seq in self.young):
                 self.refresh()  # beams fork when a step ends
             else:
                 self.young = [seq for seq in self.young if seq.status is _RUNNING]
@@ -196,11 +198,12 @@ class Flock:
             self._steady = core.scheduler.steady(core.view(now, lambda: False))  # type: ignore[attr-defined]
             if self._steady is None or (self._steady.closed and not all(map(self._decodes, self.young))):
                 return False
-        joining = [seq for seq in self.young if self._decodes(seq)]
-        if joining:
-            self.young = [seq for seq in self.young if not self._decodes(seq)]
-            for seq in joining:
-                self._join(seq)
+        if self.young:
+            joining = [seq for seq in self.young if self._decodes(seq)]
+            if joining:
+                self.young = [seq for seq in self.young if seq not in joining]
+                for seq in joining:
+                    self._join(seq)
         assert self._steady is not None
         if self._steady.closed and (self.young or core.transfers or core.sends):
             return self.dissolve()
@@ -249,7 +252,7 @@ class Flock:
         limits, ledger = core.limits, core.ledger
         if count + len(young) > limits.max_num_seqs or count > limits.max_num_batched_tokens:
             return False
-        need = sum(self._lacks(member) for member in self._full)
+        need = sum([self._lacks(member) for member in self._full]) if self._full else 0
         if self._supplied != self.clock:
             need += len(self._takers(self.clock))
         if young:
@@ -274,7 +277,8 @@ class Flock:
         """Blocks for the next step; there are enough."""
         ledger = self.core.ledger
         if self._supplied != self.clock:
-            ledger.pool.set_aside(len(self._takers(self.clock)))
+            if takers := self._takers(self.clock):
+                ledger.pool.set_aside(len(takers))
             self._supplied = self.clock
         if not self._full:
             return
@@ -365,10 +369,11 @@ class Flock:
         """Blocks for all steps from `first` to `last` but the first, where only quiet members take any; steps of the stretch,
         one per block."""
         taken: list[int] = []
-        for clock in range(first + 1, min(last, first + 1 + len(self._quiet))):
-            count = len(self._takers(clock))
-            if count:
-                taken += [*range(clock - first, last - first, self._size)] * count
+        quiet, cycle, steps = self._quiet, len(self._quiet), last - first
+        for at in range(1, min(steps, 1 + cycle)):
+            takers = quiet[(first + at) % cycle]
+            if takers:
+                taken += [*range(at, steps, cycle)] * len(takers)
         self.core.ledger.pool.set_aside(len(taken))
         self._supplied = last - 1
         return taken

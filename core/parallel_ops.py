@@ -89,6 +89,8 @@ def _of_experts(op: Op) -> bool:
 
 def stages_of(model: ModelSpec, layout: Layout) -> list[Stage]:
     """Constants of the pipeline stages in their order; ConfigError when there are more stages than layers."""
+    if layout.pp == 1:
+        return [stage_of(model, layout, 0, model.num_layers)]
     return [stage_of(model, layout, part.start, part.stop) for part in layout.stages(model.num_layers)]
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from twinfer.core.dtypes import BYTES, dtype_bytes
-from twinfer.core.layout import Layout
+from twinfer.core.layout import ALONE, Layout
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.spec import ModelSpec
 
@@ -234,7 +234,9 @@ def step_ops(model: ModelSpec, shape: StepShape, layout: Layout | int = 1) -> li
     """
     from twinfer.core.parallel_ops import ops_of_step  # kept apart: one concept a file
 
-    return ops_of_step(model, shape, Layout(layout) if isinstance(layout, int) else layout)
+    if isinstance(layout, int):
+        layout = ALONE if layout == 1 else Layout(layout)
+    return ops_of_step(model, shape, layout)
 
 
 def stage_ops(model: ModelSpec, shape: StepShape, layout: Layout) -> list[list[Op]]:

@@ -37,6 +37,7 @@ from twinfer.simulator.autoscale import Scaler
 from twinfer.simulator.breakdown import Breakdowns
 from twinfer.simulator.fleet_record import fleet_record
 from twinfer.simulator.front import Front, Job
+from twinfer.simulator.garbage import collected_rarely
 from twinfer.simulator.replica import Piece, Replica
 from twinfer.simulator.run import PROGRESS_EVERY_S, OnProgress, ShouldStop, Stopped, World, bands_of, prepare
 from twinfer.simulator.transfers import Transfers, devices_of, kv_link
@@ -350,11 +351,12 @@ class FleetRun:
         """The record of the whole fleet, and the relative sigma of its step times."""
         complete = True
         try:
-            self.env.run(self._over)
-            for replica in self.replicas:
-                if replica.state in ("serving", "draining"):
-                    replica.stop()
-            self.env.run(simpy.AllOf(self.env, [r.process for r in self.replicas if r.process is not None]))
+            with collected_rarely():
+                self.env.run(self._over)
+                for replica in self.replicas:
+                    if replica.state in ("serving", "draining"):
+                        replica.stop()
+                self.env.run(simpy.AllOf(self.env, [r.process for r in self.replicas if r.process is not None]))
         except Stopped:
             complete = False
         self._progress(0)

@@ -49,6 +49,7 @@ from twinfer.core.workload import Encode, Workload, generate, source_of
 from twinfer.plugins.op_time.calibrated import coverage, jitter_of, recording_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.executor import CostExecutor
+from twinfer.simulator.garbage import collected_rarely
 from twinfer.simulator.machine import differences
 from twinfer.simulator.op_time import OpTimeChain, build_chain
 from twinfer.simulator.pipeline import timer_of
@@ -325,7 +326,8 @@ def run_world(
     env.process(arrivals(env, inbox, feeder, freed, world.front_end))
     process = env.process(engine(env, core, executor, inbox, recorder, emit, hook, skip))
     try:
-        env.run(process)
+        with collected_rarely():
+            env.run(process)
     except Stopped:
         return recorder.finish(complete=False), executor.relative_sigma
     on_progress(done, total, {"steps": core.num_steps, "simulated_s": env.now, "running": 0})
