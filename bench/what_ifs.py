@@ -11,86 +11,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from twinfer.core.config import EngineConfig
-from twinfer.core.device import load_device
-from twinfer.core.errors import ConfigError, ModelError
-from twinfer.core.fleet import Fleet
-from twinfer.core.records import RunRecord
-from twinfer.core.workload import Workload
-from twinfer.simulator.fleet_run import simulate_fleet
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-Engine = dict[str, Any]
-REFUSED = "does not fit"
-OP_TIME: list[str] = []  # models of op times that were asked for, in their order
-
-
-def run(engine: Engine, **workload: Any) -> RunRecord | None:
-    """One simulated run at `OP_TIME`; None where the engine cannot be set up (memory)."""
-    try:
-        config = EngineConfig.model_validate({"device": "h100-sxm", "op_time": tuple(OP_TIME), **engine})
-        return simulate_fleet(Fleet(engine=config), Workload(seed=1, **workload), bands=False)
-    except (ConfigError, ModelError) as error:
-        print(f"{engine}: {error}", file=sys.stderr)
-        return None
-
-
-def closed(engine: Engine, batch: int, input_len: int, output_len: int, rounds: int = 2) -> RunRecord | None:
-    """`batch` clients, each sending its next request when its last has ended."""
-    return run(
-        {"max_num_seqs": batch, **engine}, num_requests=batch * rounds, concurrency=batch, input_len=input_len,
-        output_len=output_len,
-    )  # fmt: skip
-
-
-def metric(record: RunRecord | None, name: str, of: str = "", scale: float = 1.0, digits: int = 1) -> str:
-    if record is None:
-        return REFUSED
-    found = record.metrics[name][of] if of else record.metrics[name]
-    return f"{found * scale:,.{digits}f}"
-
-
-def rate(record: RunRecord | None) -> str:
-    return metric(record, "output_throughput", digits=0)
-
-
-def ms(record: RunRecord | None, name: str, of: str = "p50", digits: int = 1) -> str:
-    return metric(record, name, of, 1e3, digits)
-
-
-def decode_s(engine: Engine, batch: int, input_len: int = 256, output_len: int = 256) -> float | str:
-    """Median decode step of `batch` rows in s, or why there is none: prompts are in before the first answer ends."""
-    budget = max(8192, -(-batch * input_len * 2 // output_len))
-    record = run(
-        {"max_num_seqs": batch, "max_num_batched_tokens": budget, **engine}, num_requests=batch, rate=math.inf,
-        input_len=input_len, output_len=output_len,
-    )  # fmt: skip
-    if record is None:
-        return REFUSED
-    steps = [step.seconds for step in record.steps if step.num_decode_rows == step.num_tokens == batch]
-    return statistics.median(steps) if steps else "never at once"
-
-
-def decode_ms(engine: Engine, batch: int) -> str:
-    found = decode_s(engine, batch)
-    return found if isinstance(found, str) else f"{found * 1e3:,.2f}"
-
-
-def busy(record: RunRecord | None) -> str:
-    """Most sequences that held KV at once."""
-    return REFUSED if record is None else str(max(step.running for step in record.steps))
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], title: str) -> None:
-    """Prints each row as soon as it is known."""
-    head = list(head)
-    print(f"\n{title}\n\n| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |", flush=True)
+from what_if_accelerators import accelerators
+from what_if_guesses import speculation
+from what_if_runs import OP_TIME, REFUSED, Engine, busy, closed, decode_ms, metric, ms, rate, run, table
+from what_if_tiers import prefix_tiers
 
 
 def batching() -> None:
@@ -298,37 +229,10 @@ def experts() -> None:
     )  # fmt: skip
 
 
-def accelerators() -> None:
-    """A GPU, or a machine of SRAM?"""
-    machines: dict[str, Engine] = {
-        "1 H100 SXM": {"device": "h100-sxm"}, "1 SN40L": {"device": "sn40l"},
-        "128 Groq, tp 8 pp 16": {"device": "groq-lpu", "tp": 8, "pp": 16, "dtype": "float16"},
-        "256 Groq, tp 8 pp 32": {"device": "groq-lpu", "tp": 8, "pp": 32, "dtype": "float16"},
-        "1 WSE-3": {"device": "wse-3"},
-    }  # fmt: skip
-    batches = (2, 4, 16, 64)
-
-    def rows() -> Iterable[list[str]]:
-        for name, machine in machines.items():
-            device = load_device(str(machine["device"]))
-            ridge = device.peak_flops["float16"] / device.memory_bandwidth
-            engine = {"model": "llama-3.1-8b", "max_model_len": 512, "max_num_batched_tokens": 256, **machine}
-            one = run({**engine, "max_num_seqs": 1}, num_requests=1, input_len=64, output_len=64)
-            room = REFUSED if one is None else f"{one.steps[0].total_blocks * one.steps[0].block_size:,}"
-            alone = decode_s(engine, 1, 64)
-            steps = [decode_s(engine, n, 64) for n in batches] if one else [REFUSED] * len(batches)
-            times = [s if isinstance(s, str) or isinstance(alone, str) else f"{s / alone:.2f}" for s in steps]
-            yield [name, f"{ridge:,.1f}", room, *times]
-
-    table(
-        ["machine", "FLOPs per byte", "KV room, tokens", *(f"step of {n} rows / of 1" for n in batches)], rows(),
-        "Llama-3.1-8B in 16 bits, rows with 64 to 320 tokens of KV:",
-    )  # fmt: skip
-
-
 TABLES: dict[str, Callable[[], None]] = {
     "batching": batching, "kv-cache": kv_cache, "attention": attention, "formats": formats,
-    "long-context": long_context, "experts": experts, "accelerators": accelerators,
+    "long-context": long_context, "experts": experts, "speculation": speculation, "prefix-tiers": prefix_tiers,
+    "accelerators": accelerators,
 }  # fmt: skip
 
 

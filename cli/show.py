@@ -140,6 +140,8 @@ def new_table(caption: str, *columns: str) -> Table:
 
 def record_tables(record: RunRecord) -> list[Table]:
     """Metrics of one run: single numbers with the prediction's band, then latencies with their percentiles."""
+    from twinfer.core.guesses import in_words
+
     what = "predicted" if record.world == "simulator" else "measured"
     config, metrics = record.config, record.metrics
     techniques = " + ".join(str(config.get(k, {}).get("name")) for k in ("scheduler", "kv_cache") if config.get(k))
@@ -156,6 +158,9 @@ def record_tables(record: RunRecord) -> list[Table]:
     for name in ("replica_seconds", "num_failures", "num_reroutes", "kv_transfer_bytes", "tier_loads", "tier_bytes"):
         if metrics.get(name):  # of a fleet
             numbers.add_row(title(name), metric(name, metrics[name]))
+    if guesses := metrics.get("speculation"):
+        for what, text in in_words(guesses, config["max_num_seqs"]).items():
+            numbers.add_row(what, text)
     done = f"{metrics.get('num_completed')} of {metrics.get('num_requests')}"
     numbers.add_row("completed", done if record.complete else f"{done}, stopped early")
     latencies = new_table("", "", *_STATISTICS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from twinfer.core.events import Decoded, Finished, Output, Rejected, TokenDelta
+from twinfer.core.guesses import Guesses
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.records import RequestRecord, RunRecord, StepRecord, Tally, compute_metrics
 from twinfer.core.request import Request
@@ -50,6 +51,7 @@ class Recorder:
         self.detail: Detail = detail
         self.before_finish: Callable[[], None] | None = None  # a driver that tells late tells all it knows
         self._tally = None if detail == "steps" else Tally()
+        self.guesses = Guesses()
         self._ends: list[float] = []  # of all steps, where tokens may be told of late
         self.record = RunRecord(
             id=run_id or f"{created:%Y%m%d-%H%M%S}-{world}-{uuid4().hex[:6]}",
@@ -101,6 +103,8 @@ class Recorder:
             entry = self._by_seq.get(row.seq)
             if entry is not None and entry.first_scheduled is None:
                 entry.first_scheduled = begin
+        if tokens > num_rows + len(plan.rows):  # some row feeds more than one token
+            self.guesses.note(plan.rows, result.rows)
         stats = plan.stats
         if self._tally is not None:
             self._tally.step(end - start, stats, stats.used_slots + tokens)
@@ -211,4 +215,7 @@ class Recorder:
             self.before_finish()
         self.record.complete = complete
         self.record.metrics = compute_metrics(self.record, self._tally)
+        guesses = self.guesses.metrics()
+        if guesses is not None:
+            self.record.metrics["speculation"] = guesses
         return self.record

@@ -170,7 +170,8 @@ def resolve(
     speculator = speculator_of(config, model, registry, needs)
     if speculator is not None:
         reasons["speculator"] = (
-            f"{config.speculator}: {speculator.num_tokens} guesses a step, {speculator.mean_tokens:.2f} tokens expected of a step by the acceptance that was given; "
+            f"{config.speculator}: {speculator.num_tokens} guesses a step, up to {speculator.depth} right, {speculator.mean_tokens:.2f} tokens "
+            f"expected of a step by the acceptance that was given ({speculator.acceptance}); "
             "work of the CPU for drafting is not counted"
         )
     max_len = config.max_model_len

@@ -14,7 +14,10 @@ from twinfer.dashboard.forms import option_form, with_option
 from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.scenario import Scenario
 
-KIND_WORDS = {"scheduler": "Scheduler", "kv_cache": "KV cache", "attention": "Attention", "quantizer": "Quantization"}
+KIND_WORDS = {
+    "scheduler": "Scheduler", "kv_cache": "KV cache", "attention": "Attention", "quantizer": "Quantization",
+    "speculator": "Speculation",
+}  # fmt: skip
 
 
 def technique(resources: Resources, kind: str, optional: bool = False) -> None:
@@ -46,6 +49,9 @@ def technique(resources: Resources, kind: str, optional: bool = False) -> None:
     st.caption(parts.plain(cls.summary))
     for reason in _why_not(cls, session.scenario()):
         st.warning(parts.plain(reason))
+    if kind == "speculator":  # others say so when they are run
+        for reason in _why_not(cls, session.scenario(), "engine"):
+            st.caption(f"Predicted only: {parts.plain(reason)}.")
     if cls.Options.model_fields:
 
         def changed(name: str, value: Any) -> None:
@@ -56,11 +62,11 @@ def technique(resources: Resources, kind: str, optional: bool = False) -> None:
             option_form(cls.Options, choice.options, f"w_{kind}.{choice.name}", changed)
 
 
-def _why_not(cls: type[Any], scenario: Scenario) -> list[str]:
+def _why_not(cls: type[Any], scenario: Scenario, world: str = "simulator") -> list[str]:
     try:
         from twinfer.core.catalog import resolve_spec
 
-        needs = Needs(world="simulator", device=scenario.device, model=resolve_spec(scenario.model))
+        needs = Needs(world=world, device=scenario.device, model=resolve_spec(scenario.model))
         return list(cls.why_not(needs))
     except TwinferError:  # the model's own error is shown with the results
         return []

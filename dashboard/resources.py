@@ -26,6 +26,7 @@ from twinfer.core.layout import SIZES
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.run_store import RunStore
+from twinfer.core.technique import Needs
 from twinfer.dashboard.jobs import JobManager, Task
 from twinfer.dashboard.scenario import Scenario
 
@@ -160,6 +161,14 @@ class Resources:
         for name in SIZES[1:]:
             if getattr(scenario, name) > 1:
                 return f"the engine shares a model over ranks by tensor parallelism alone, not by {name} {getattr(scenario, name)}"
+        if scenario.speculator is not None:
+            try:
+                cls = self.registry.get("speculator", scenario.speculator.name)
+            except TwinferError as error:
+                return str(error)
+            reasons = cls.why_not(Needs(world="engine"))
+            if reasons:
+                return "; ".join(reasons)
         if scenario.device != "auto":
             return f"the device is {scenario.device}; choose this machine to measure"
         return ""

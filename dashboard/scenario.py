@@ -25,7 +25,7 @@ from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, make_workload
 
 VERSION = "1"
-KINDS = ("scheduler", "kv_cache", "attention", "quantizer")  # technique kinds a scenario chooses from
+KINDS = ("scheduler", "kv_cache", "attention", "quantizer", "speculator")  # technique kinds a scenario chooses from
 PLACEMENT = (*SIZES, "dtype", "kv_dtype", "memory_fraction")  # devices of one replica and formats
 
 
@@ -50,6 +50,7 @@ class Scenario(BaseModel):
     kv_cache: Choice = Choice(name="paged")
     attention: Choice | None = None
     quantizer: Choice | None = None
+    speculator: Choice | None = None
     tp: int = _group("Tensor parallel", "ranks", "Ranks that split heads and columns of every layer.")
     pp: int = _group("Pipeline", "stages", "Stages of consecutive layers.")
     cp: int = _group("Context parallel", "ranks", "Ranks that share the tokens of a prompt.")
@@ -217,6 +218,7 @@ class Scenario(BaseModel):
             kv_cache=self.kv_cache,
             attention=self.attention,
             quantizer=self.quantizer,
+            speculator=self.speculator,
             **{name: getattr(self, name) for name in PLACEMENT},
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -241,7 +243,8 @@ class Scenario(BaseModel):
     def key(self) -> str:
         """A short name of everything that decides a run's result (the baseline does not)."""
         asked = {k: v for k, v in self.model_dump(mode="json").items() if not k.startswith(("base_", "plan_"))}
-        for name in PLACEMENT:  # left out at their defaults, so that results stored before there were any are found
+        # What came later is left out at its default, so that results stored before are found.
+        for name in (*PLACEMENT, "speculator"):
             if asked[name] == type(self).model_fields[name].default:
                 del asked[name]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
@@ -265,7 +268,7 @@ class Scenario(BaseModel):
         return " ".join(f"{n}{getattr(self, n)}" for n in SIZES if getattr(self, n) > 1) or "1"
 
     def techniques(self) -> str:
-        chosen = (self.scheduler, self.kv_cache, self.attention, self.quantizer)
+        chosen = (getattr(self, kind) for kind in KINDS)
         return " + ".join(str(choice) for choice in chosen if choice is not None)
 
     # --- the baseline -------------------------------------------------------------------------------
@@ -278,6 +281,7 @@ class Scenario(BaseModel):
                 "kv_cache": self.base_kv_cache,
                 "attention": None,
                 "quantizer": None,
+                "speculator": None,
                 "max_num_seqs": self.base_max_num_seqs or self.max_num_seqs,
                 "max_num_batched_tokens": self.base_max_num_batched_tokens or self.max_num_batched_tokens,
             }

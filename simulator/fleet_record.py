@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from twinfer.core.guesses import Guesses
 from twinfer.core.records import RequestRecord, RunRecord, Tally, compute_metrics, summary
 from twinfer.core.request import Request
 
@@ -56,6 +57,11 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
         complete=complete,
     )
     record.metrics = compute_metrics(record, tally) | _fleet_metrics(run)
+    guesses = Guesses()
+    for replica in run.replicas:
+        guesses.merge(replica.recorder.guesses)
+    if (found := guesses.metrics()) is not None:
+        record.metrics["speculation"] = found
     peaks = [part.metrics["peak_kv_bytes"] for part in parts if part.metrics["peak_kv_bytes"] is not None]
     record.metrics["peak_kv_bytes"] = max(peaks, default=None)  # pools may differ in bytes per token
     record.metrics["replicas"] = [

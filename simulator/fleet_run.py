@@ -39,7 +39,16 @@ from twinfer.simulator.fleet_record import fleet_record
 from twinfer.simulator.front import Front, Job
 from twinfer.simulator.garbage import collected_rarely
 from twinfer.simulator.replica import Piece, Replica
-from twinfer.simulator.run import PROGRESS_EVERY_S, OnProgress, ShouldStop, Stopped, World, bands_of, prepare
+from twinfer.simulator.run import (
+    PROGRESS_EVERY_S,
+    OnProgress,
+    ShouldStop,
+    Stopped,
+    World,
+    bands_of,
+    note_break_even,
+    prepare,
+)
 from twinfer.simulator.transfers import Transfers, devices_of, kv_link
 
 
@@ -85,6 +94,7 @@ def simulate_fleet(
 
         scales = fleet.only_replicas and pools["engine"].at_once
         record.intervals = bands_of(pools["engine"], record, sigma, again, scales=scales)
+    note_break_even(record, pools.get("decode", pools["engine"]))
     return record
 
 

@@ -54,7 +54,7 @@ from twinfer.simulator.machine import differences
 from twinfer.simulator.op_time import OpTimeChain, build_chain
 from twinfer.simulator.pipeline import timer_of
 from twinfer.simulator.recorded_passes import RecordedPasses, warm_shape
-from twinfer.simulator.speculate import Speculation
+from twinfer.simulator.speculate import Speculation, break_even_batch
 from twinfer.simulator.step_time import StepCost, StepTimer
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
@@ -113,6 +113,7 @@ def simulate(
             )[0]  # fmt: skip
 
         record.intervals = bands_of(world, record, sigma, again, scales=world.at_once)
+    note_break_even(record, world)
     return record
 
 
@@ -236,11 +237,21 @@ def speculation_of(
         return None
     drafter = speculator.drafter(model)
     if not speculator.draft_ops(model, StepShape.decode(1), layout):
-        return Speculation(speculator, None)
+        return Speculation.of(speculator, None)
     chain = build_chain(op_time, device, registry, drafter or model)
     windows = [w for w in (drafter or model).layer_windows if w is not None]
     timer = StepTimer(lambda shape: speculator.draft_ops(model, shape, layout), chain, windows, host=False)
-    return Speculation(speculator, timer)
+    return Speculation.of(speculator, timer)
+
+
+def note_break_even(record: RunRecord, world: World) -> None:
+    """Add to the metrics the largest batch with which guesses pay, at the mean context of the requests and up to as many rows
+    as run at once."""
+    guesses = record.metrics.get("speculation")
+    if guesses is not None and world.timer.speculation is not None:
+        contexts = [len(r.prompt) + r.params.max_tokens / 2 for r in world.requests]
+        most = world.setup.limits.max_num_seqs
+        guesses["break_even_batch"] = break_even_batch(world.timer, round(math.fsum(contexts) / len(contexts)), most)
 
 
 class Stopped(Exception):

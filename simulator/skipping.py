@@ -198,9 +198,13 @@ class SkippingEngine:
         self._stamp = self.env.now
 
     def _after(self, when: float, call: Callable[[simpy.Event], None]) -> None:
-        timer = self.env.timeout(max(0.0, when - self.env.now))
+        now = self.env.now
+        delay = max(0.0, when - now)
+        # Others wait from SimPy's time, so it must be exact: where the sum is rounded, by way of the middle, from where it is not.
+        exact = now >= when or now + delay == when
+        timer = self.env.timeout(delay if exact else delay / 2)
         assert timer.callbacks is not None
-        timer.callbacks.append(call)
+        timer.callbacks.append(call if exact else lambda event: self._after(when, call))
 
     def _ring_at(self, when: float) -> None:
         self._after(when, lambda event: self.inbox.ring())

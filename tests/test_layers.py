@@ -23,11 +23,13 @@ PURE = frozenset({
     "technique", "trace_rows",
     "cache_groups", "prefix_tree",
     "expert_load", "expert_ops", "latent_ops", "parallel_ops", "ring_ops", "speculation", "state_ops",
+    "guess_tree", "guesses",
     "work", "workload",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
 
 EDGE = {
+    "acceptance": "reads measured acceptance from a file",
     "cache_folder": "knows where the platform keeps caches",
     "hub": "finds and fetches checkpoints of the model hub",
     "run_store": "keeps runs on disk",

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from twinfer.core.compare import relative_error
 from twinfer.core.errors import TwinferError
+from twinfer.core.guesses import in_words
 from twinfer.dashboard import figures, parts, session
 from twinfer.dashboard.choices import technique
 from twinfer.dashboard.jobs import Job
@@ -49,7 +50,7 @@ def _controls(resources: Resources) -> None:
         st.subheader("Yours", anchor=False)
         for kind in ("scheduler", "kv_cache"):
             technique(resources, kind)
-        for kind in ("attention", "quantizer"):
+        for kind in ("attention", "quantizer", "speculator"):
             if resources.registry.names(kind):
                 technique(resources, kind, optional=True)
         parts.setting("max_num_seqs")
@@ -106,6 +107,7 @@ def _results(resources: Resources) -> None:
         _cards(mine, measured.get(yours), base, measured.get(base_key), same=yours == base_key)
         _caveats(mine)
     _charts(found, predictions, measured)
+    _guesses(mine)
     _chosen(mine)
     if job is not None and job.over:
         _stale(resources, job, {c.scenario.key() for c in found})
@@ -154,6 +156,20 @@ def _cards(
                 base_measured=None if base_real is None or same else value_of(base_real, key),
                 error=relative_error(got, guess),
             )
+
+
+def _guesses(mine: Prediction) -> None:
+    """What became of guessed tokens, where there are any."""
+    guesses = None if mine.record is None else mine.record.metrics.get("speculation")
+    if guesses is None:
+        return
+    with st.container(border=True, key="guesses"):
+        st.subheader("Guessed tokens, predicted", anchor=False)
+        words = in_words(guesses, session.scenario().max_num_seqs)
+        parts.rows([{"of guesses": what, "here": text} for what, text in words.items()])
+        st.caption(
+            "How many are right follows from the acceptance given in the options of the speculator: an assumption, or a measurement."
+        )
 
 
 def _chosen(mine: Prediction) -> None:

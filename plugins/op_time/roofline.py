@@ -151,12 +151,16 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
     decode_keys = sum(rows * total for (queries, total), rows in counted if queries == 1)
     seconds = curves.attention_overhead
     words = []
+
+    def read(size: float) -> float:
+        """Seconds to read so many bytes of KV; where the efficiency grows faster than the size, those of the point below."""
+        floor = max((x / y for x, y in curves.attention_memory if x < size), default=0.0)
+        return max(size / on_curve(curves.attention_memory, size), floor) / bandwidth
+
     if decode_keys:
         size = op.bytes * decode_keys / keys
+        seconds += max(read(size), flops_a_pair * decode_keys / peak)
         share = on_curve(curves.attention_memory, size)
-        # where the efficiency grows faster than the size, the time of the point below holds
-        floor = max((x / y for x, y in curves.attention_memory if x < size), default=0.0)
-        seconds += max(max(size / share, floor) / bandwidth, flops_a_pair * decode_keys / peak)
         words.append(f"{size / 1e6:.1f} MB of KV at {share:.0%} of {bandwidth / 1e9:.0f} GB/s")
     for (queries, total), rows in counted:
         if queries == 1:
@@ -165,6 +169,8 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
         share = on_curve(curves.attention_compute, math.sqrt(2 * pairs))
         seconds += rows * flops_a_pair * pairs / (share * peak)
         words.append(f"{rows} x {queries} queries on {total} keys at {share:.0%} of peak")
+    if decode_keys < keys:  # few queries, as where guesses are checked, read all the KV too
+        seconds = max(seconds, curves.attention_overhead + read(op.bytes))
     return seconds, "; ".join(words[:3])
 
 

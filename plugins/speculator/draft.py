@@ -10,7 +10,7 @@ from pydantic import Field
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.errors import ConfigError
 from twinfer.core.layout import Layout
-from twinfer.core.speculation import GuessOptions, Speculator
+from twinfer.core.speculation import GuessTreeOptions, Speculator
 from twinfer.core.work import Op, StepShape, step_ops
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 class Draft(Speculator):
     name = "draft"
-    summary = "a smaller model guesses a chain of tokens, with its own weights and passes"
+    summary = "a smaller model guesses a chain or a tree of tokens, with its own weights and passes"
     reference = (
         "Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (arXiv:2211.17192)"
     )
     reads_prompt = True
 
-    class Options(GuessOptions):
+    class Options(GuessTreeOptions):
         model: str = Field(default="", description="the draft model: spec name, config.json, directory or hub id")
 
     options: Options

@@ -1,7 +1,8 @@
-"""One or few layers on top of the model's own hidden states guess a chain of tokens.
+"""One or few layers on top of the model's own hidden states guess a chain or a tree of tokens.
 
 A pass is fed the hidden state and the embedding of the token after it, joined by one product (2 x hidden to hidden), runs
-decoder layers of the model's shape and reads the model's own LM head. A chain, not a tree.
+decoder layers of the model's shape and reads the model's own LM head; of a tree it is fed all guesses of a depth that have
+others after them. EAGLE-2 chooses its tree anew at each step (arXiv:2406.16858); here its shape is the same in all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.errors import ConfigError
 from twinfer.core.layout import Layout
 from twinfer.core.memory_parts import cut
-from twinfer.core.speculation import GuessOptions, Speculator
+from twinfer.core.speculation import GuessTreeOptions, Speculator
 from twinfer.core.work import Linear, Op, StepShape, step_ops
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 
 class Eagle(Speculator):
     name = "eagle"
-    summary = "a decoder layer on the model's hidden states guesses a chain of tokens, through the model's own head"
+    summary = (
+        "a decoder layer on the model's hidden states guesses a chain or a tree of tokens, through the model's own head"
+    )
     reference = "Li et al.: EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv:2401.15077)"
     reads_prompt = True
 
-    class Options(GuessOptions):
+    class Options(GuessTreeOptions):
         layers: int = Field(default=1, ge=1, description="decoder layers of the drafting head, of the model's shape")
 
     options: Options

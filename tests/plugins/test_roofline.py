@@ -83,6 +83,13 @@ def test_more_work_never_takes_less_time() -> None:
     assert rising([model.time(attention((c, c)), H100).seconds for c in range(2, 20000, 97)])  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("context", [96, 2000, 50_000])
+def test_checking_guesses_reads_the_kv_that_one_token_reads(context: int) -> None:
+    model = Roofline()
+    times = [model.time(attention(*[(q, context)] * 16), H100).seconds for q in (1, 2, 5, 17, 65)]  # type: ignore[union-attr]
+    assert all(b >= a for a, b in itertools.pairwise(times))
+
+
 def test_efficiency_is_interpolated_in_octaves_and_flat_outside() -> None:
     points = ((256.0, 0.1), (1024.0, 0.3))
     assert on_curve(points, 512) == pytest.approx(0.2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +25,8 @@ from twinfer.core.work import RowShape, StepShape, step_ops
 from twinfer.core.workload import Workload
 from twinfer.simulator.op_time import build_chain
 from twinfer.simulator.plan_space import Question, check_question
-from twinfer.simulator.run import simulate, speculation_of
-from twinfer.simulator.speculate import Speculation
+from twinfer.simulator.run import prepare, simulate, speculation_of
+from twinfer.simulator.speculate import Speculation, break_even_batch, tokens_per_second
 from twinfer.simulator.step_time import StepCost
 
 REGISTRY = Registry(entry_points=False)
@@ -176,6 +179,18 @@ def test_what_drafts_takes_memory_from_the_pool() -> None:
         ({"speculator": Choice(name="medusa", options={"alpha": [0.5]})}, "1 chances for 4"),
         ({"speculator": "ngram", "model": "qwen3-next-80b", "tp": 4}, "last right guess"),
         ({"speculator": "oracle"}, "no such speculator"),
+        ({"speculator": "eagle:tree=4x2x1x1x1"}, "5 deep"),
+        ({"speculator": "eagle:tree=0 1 0.0"}, "2 deep, guesses reach 4"),
+        ({"speculator": "eagle:tree=0 1.0,num_tokens=2"}, "no parent"),
+        ({"speculator": "eagle:tree=3"}, "does not reach 4"),
+        ({"speculator": "eagle:tree=wide"}, "candidates at each depth"),
+        ({"speculator": "medusa:tree=64x64"}, "at most 1024"),
+        ({"speculator": "ngram:tree=4"}, "tree"),
+        ({"speculator": "ngram:profile=nowhere.json"}, "cannot be read"),
+        (
+            {"speculator": Choice(name="eagle", options={"num_tokens": 1, "profile": [[0.7, 0.7]]})},
+            "add up to at most 1",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(given: dict[str, Any], words: str) -> None:
@@ -189,7 +204,9 @@ def test_the_engine_refuses() -> None:
         provision(config, resolve_spec("llama-3.1-8b"), REGISTRY, H100, world="engine")
 
 
-@pytest.mark.parametrize("text", ["ngram", "medusa", "eagle", "draft:model=llama-3.1-8b"])
+@pytest.mark.parametrize(
+    "text", ["ngram", "medusa", "eagle:tree=3x2", "draft:model=llama-3.1-8b", "lookahead:window=2,guesses=2"]
+)
 def test_every_speculator_serves_crowded_pools(text: str) -> None:
     record = predict(text, num_kv_blocks=40, max_num_batched_tokens=64, output_len=40)
     assert record.complete and all(r.num_output_tokens == 40 for r in record.requests)
@@ -202,3 +219,128 @@ def test_a_search_refuses_what_its_bounds_do_not_hold_for() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="one token per sequence and step"):
         check_question(question, REGISTRY)
+
+
+# --- trees, look-ahead, and what is counted of guesses ------------------------------------------------
+
+
+def drawn(made: Speculator, draft: int, rounds: int = 8000) -> tuple[float, float]:
+    """Mean tokens of a step that checks `draft` guesses, and its standard error, drawn as a run draws them."""
+    spec = Speculation.of(made, None)
+    counts, position = [], 100
+    for _ in range(rounds):
+        counts.append(len(spec.result(Row("a", position, range(draft + 1), draft, Need.DRAFTS, 77)).tokens))
+        position += counts[-1]
+    mean = sum(counts) / rounds
+    return mean, math.sqrt(sum((n - mean) ** 2 for n in counts)) / rounds
+
+
+def test_a_tree_of_candidates_yields_what_its_formula_says() -> None:
+    """Two depths, by hand: 1 + a + b + (a + b) a with b = (1 - a) x `again` for the second candidate."""
+    made = speculator("eagle:num_tokens=2,tree=2x1,alpha=0.5,again=0.4")
+    assert made.num_tokens == 4 and made.depth == 2 and made.drafting == (1, 2)
+    assert made.mean_tokens == pytest.approx(1 + 0.5 + 0.2 + (0.5 + 0.2) * 0.5)
+    mean, error = drawn(made, 4)
+    assert abs(mean - made.mean_tokens) < 4 * error
+    chain = speculator("eagle:num_tokens=2,alpha=0.5")
+    assert chain.mean_tokens < made.mean_tokens
+
+
+def test_the_likeliest_tree_grows_with_its_size_to_what_depth_allows() -> None:
+    means = [speculator(f"medusa:heads=4,tree={n}").mean_tokens for n in (4, 8, 16, 64)]
+    assert means[0] == speculator("medusa:heads=4").mean_tokens == pytest.approx((1 - 0.6**5) / 0.4)
+    assert means == sorted(means) and means[-1] > means[0] + 0.3
+    assert speculator("medusa:heads=4,tree=64").drafting == (1,)
+
+
+def test_a_tree_is_drafted_depth_by_depth_and_checked_at_once() -> None:
+    """Oracle: the rows of each pass, timed op by op; and a run whose steps feed the last token and all guesses."""
+    text = "draft:model=llama-3.1-8b,num_tokens=3,tree=4x2x1"
+    setup = provision(
+        EngineConfig(model="llama-3.1-70b", tp=4, speculator=Choice.model_validate(text)),
+        resolve_spec("llama-3.1-70b"), REGISTRY, H100, world="simulator", max_request_tokens=4096,
+    )  # fmt: skip
+    made = speculation_of(setup, H100, ("roofline",), REGISTRY)
+    assert made is not None and made.speculator.drafting == (1, 4, 8)
+    row = Row("a", 1000, range(21), 20, Need.DRAFTS, 3)
+    result = made.result(row)
+    added = made.added(StepPlan(0, (row,)), [result], StepCost(0.0, 0.0, {}), True)
+    draft = resolve_spec("llama-3.1-8b")
+    chain = build_chain(("roofline",), H100, REGISTRY, draft)
+    known, seconds = 1000 + len(result.tokens), 0.0
+    for fed, before in ((1, 0), (4, 1), (8, 5)):
+        shape = StepShape((RowShape(fed, known + before + fed),), fed)
+        seconds += sum(chain.time(op).seconds * op.count for op in step_ops(draft, shape, Layout(4)))
+    assert added.seconds == pytest.approx(seconds, rel=2e-3)
+    record = predict("medusa:heads=3,tree=4x2x1", num_requests=1, max_num_batched_tokens=64, input_len=40)
+    assert {step.num_tokens for step in record.steps[1:-8]} == {21}
+
+
+def test_look_ahead_follows_the_papers_closed_form() -> None:
+    """E = N - sum of (1 - a^i)^G over i < N; oracle of the draws: G n-grams guessed independently, the longest stays."""
+    a, n, w, g = 0.6, 4, 3, 5
+    made = speculator(f"lookahead:ngram={n},window={w},guesses={g},alpha={a}")
+    assert made.num_tokens + 1 == (n - 1) * (w + g)  # the last token is one of them
+    assert made.mean_tokens == pytest.approx(n - sum((1 - a**i) ** g for i in range(1, n)))
+    mean, error = drawn(made, made.num_tokens)
+    assert abs(mean - made.mean_tokens) < 4 * error
+    rng = random.Random(3)
+
+    def gram() -> int:
+        return next((i for i in range(n - 1) if rng.random() >= a), n - 1)
+
+    counts = [1 + max(gram() for _ in range(2)) for _ in range(8000)]
+    mean, error = drawn(made, 2 * (n - 1))  # room for two n-grams
+    assert abs(mean - sum(counts) / 8000) < 6 * error
+    assert speculator("lookahead:guesses=1,alpha=0.5").mean_tokens == pytest.approx((1 - 0.5**5) / 0.5)
+    assert speculator("lookahead:ngram=1").num_tokens == 0
+    assert speculator("lookahead").mean_tokens == pytest.approx(1.6, abs=0.01)
+
+
+@pytest.mark.parametrize("text", ["ngram:alpha=0.6", "medusa:tree=2x2", "lookahead:window=3,guesses=3"])
+@pytest.mark.parametrize("detail", ["steps", "requests"])
+def test_a_record_says_what_became_of_guesses(text: str, detail: Any) -> None:
+    config = EngineConfig(model="llama-3.1-8b", device="h100-sxm", speculator=Choice.model_validate(text))
+    work = Workload(num_requests=40, input_len=32, output_len=100)
+    record = simulate(config, work, REGISTRY, detail=detail)
+    found, made = record.metrics["speculation"], speculator(text)
+    assert found["num_accepted_tokens"] + found["num_wasted_tokens"] == found["num_draft_tokens"]
+    stayed = [found.get(f"position_{i}", 0.0) for i in range(1, made.depth + 1)]  # a depth never right is left out
+    assert found["mean_acceptance_length"] == pytest.approx(1 + sum(stayed))
+    assert found["mean_acceptance_length"] == pytest.approx(made.mean_tokens, rel=0.08)
+    if detail == "steps":  # tokens that the steps fed: prompts, guesses, and one token of each sequence and step
+        fed = sum(step.num_tokens for step in record.steps)
+        prompts, answered = 40 * 32, 40 * 100
+        one_each = answered - found["num_accepted_tokens"] - 40
+        assert fed == prompts + one_each + found["num_draft_tokens"]
+
+
+def test_the_batch_up_to_which_guesses_pay() -> None:
+    """Oracle: every batch tried in turn."""
+    config = EngineConfig(
+        model="llama-3.1-8b", device="h100-sxm", speculator=Choice.model_validate("ngram:num_tokens=16,alpha=0.3")
+    )
+    timer = prepare(config, Workload(num_requests=1, input_len=64, output_len=64), REGISTRY).timer
+    pays = [
+        b for b in range(1, 65)
+        if tokens_per_second(timer, b, 96, True) > tokens_per_second(timer, b, 96, False)
+    ]  # fmt: skip
+    assert 1 < max(pays) < 60, "the example lies where it says something"
+    assert break_even_batch(timer, 96, 64) == max(pays)
+    assert break_even_batch(timer, 96, 5) == 5
+    never = prepare(
+        config.model_copy(update={"speculator": Choice.model_validate("ngram:alpha=0")}),
+        Workload(num_requests=1),
+        REGISTRY,
+    )
+    assert break_even_batch(never.timer, 96, 64) == 0
+
+
+def test_a_measurement_of_one_run_is_the_profile_of_another(tmp_path: Path) -> None:
+    first = predict("ngram:alpha=0.7", num_requests=40, output_len=100)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"metrics": first.metrics}))
+    again = predict(f"eagle:profile={path}", num_requests=40, output_len=100)
+    ours, theirs = (r.metrics["speculation"]["mean_acceptance_length"] for r in (again, first))
+    assert ours == pytest.approx(theirs, rel=0.06)
+    assert "acceptance that was given (0." in again.reasons["speculator"]
