@@ -230,6 +230,23 @@ def _scenario_options(
         float | None,
         typer.Option(rich_help_panel=_WORKLOAD, help="Mean seconds between an answer and the next turn."),
     ] = None,
+    images_per_request: Annotated[
+        float | None, typer.Option(rich_help_panel=_WORKLOAD, help="Images in each prompt, of a model that sees.")
+    ] = None,
+    image_counts: Annotated[
+        str | None, typer.Option(rich_help_panel=_WORKLOAD, help="How many each request has: fixed, or poisson.")
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_WORKLOAD, metavar="WxH", help="Pixels of each image; what the model takes."),
+    ] = None,
+    image_tokens: Annotated[
+        int | None, typer.Option(rich_help_panel=_WORKLOAD, help="Tokens of each in the prompt, instead of a size.")
+    ] = None,
+    image_compression: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_WORKLOAD, help="How many times fewer tokens than the model makes of an image."),
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(rich_help_panel=_WORKLOAD, help="A text to continue; repeatable.")
     ] = None,
@@ -320,7 +337,8 @@ class Scenario:
         fields = {names.get(k, k): g[k] for k in ("requests", "rate", "burstiness", "ramp_to", "rate_scale", "concurrency", "input_len",
                                                   "output_len", "lengths", "spread", "shared_prefix", "num_prefixes",
                                                   "trace", "trace_start", "trace_end", "repeat", "input_scale", "output_scale",
-                                                  "turns", "think_time", "too_long", "temperature", "beam_width",
+                                                  "turns", "think_time", "images_per_request", "image_counts", "image_size",
+                                                  "image_tokens", "image_compression", "too_long", "temperature", "beam_width",
                                                   "seed") if g[k] is not None}  # fmt: skip
         for number, text in enumerate(g["prompt"] or (), 1):
             if not text.strip():

@@ -41,6 +41,10 @@ def memory(
     output_len: Annotated[int | None, typer.Option(help="Mean tokens of an answer, with --input-len.")] = None,
     lengths: Annotated[str | None, typer.Option(help="Of those: fixed, uniform or lognormal.")] = None,
     spread: Annotated[float | None, typer.Option(help="Their width, relative to the mean.")] = None,
+    images_per_request: Annotated[float | None, typer.Option(help="Images in each of those prompts.")] = None,
+    image_size: Annotated[str | None, typer.Option(metavar="WxH", help="Pixels of each image.")] = None,
+    image_tokens: Annotated[int | None, typer.Option(help="Tokens of each in the prompt, instead of a size.")] = None,
+    image_compression: Annotated[float | None, typer.Option(help="How many times fewer tokens they take.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations; 'auto' is the checkpoint's.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache; 'auto' is the one of the weights.")] = "auto",
     attention: Annotated[
@@ -81,7 +85,11 @@ def memory(
         ctx.obj, model=model, context=context, batch=batch, dtype=dtype, kv_dtype=kv_dtype, attention=attention,
         quant=quant, kv_cache=kv_cache, device=device, layout=(tp, pp, cp, dp, ep), memory_fraction=memory_fraction,
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
-        typical=_given(input_len=input_len, output_len=output_len, lengths=lengths, spread=spread),
+        typical=_given(
+            input_len=input_len, output_len=output_len, lengths=lengths, spread=spread,
+            images_per_request=images_per_request, image_size=image_size, image_tokens=image_tokens,
+            image_compression=image_compression,
+        ),
     )  # fmt: skip
     if as_json:
         show.print_json(answer)
@@ -273,5 +281,6 @@ def _typical_lengths(typical: dict[str, Any], spec: ModelSpec) -> tuple[int, ...
     if "input_len" not in typical or "output_len" not in typical:
         missing = "--output-len" if "input_len" in typical else "--input-len"
         raise ConfigError(missing, None, "typical requests need both lengths", "give --input-len and --output-len")
-    requests = generate(make_workload(num_requests=SAMPLED, **typical), spec.vocab_size, spec.max_context)
+    workload = make_workload(num_requests=SAMPLED, **typical)
+    requests = generate(workload, spec.vocab_size, spec.max_context, vision=spec.vision)
     return tuple(r.max_length for r in requests)

@@ -152,8 +152,14 @@ class Feeder:
         assert turn.follows is not None
         when = now + turn.follows.think_s
         prompt = History(before.prompt, tuple(answer), turn.prompt)
+        images = turn.images
+        if before.images or images:  # those of the turn stand behind all that was said
+            behind = len(prompt) - len(turn.prompt)
+            images = (*before.images, *(image._replace(start=image.start + behind) for image in images))
         self._number += 1  # turns of one time keep the order in which they became due
-        insort(self._later, (-when, -self._number, replace(turn, prompt=prompt, arrival=when, follows=None)))
+        insort(
+            self._later, (-when, -self._number, replace(turn, prompt=prompt, arrival=when, follows=None, images=images))
+        )
         return True
 
 

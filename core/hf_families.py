@@ -27,15 +27,25 @@ FAMILIES = {
 
 TEXT_HALVES = {
     "Gemma3ForConditionalGeneration": "gemma3_text", "Llama4ForConditionalGeneration": "llama4_text",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2", "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2", "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_moe", "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text", "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "KimiVLForConditionalGeneration": "deepseek_v3", "Mistral3ForConditionalGeneration": "",
+    "LlavaForConditionalGeneration": "", "LlavaNextForConditionalGeneration": "",
     "InternVLForConditionalGeneration": "", "InternVLChatModel": "",
 }  # fmt: skip
 """Architectures of text and images -> family of the language model, which lies under `text_config` or `llm_config`;
 "" for the one that is named there."""
 
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+    },
     "gemma3_text": {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
@@ -121,7 +131,7 @@ def text_half(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     shared = {key: config[key] for key in outer if config.get(key) is not None}
     if family:
         shared["architectures"] = [FAMILIES[family]]
-    return {**TEXT_DEFAULTS.get(family, {}), **text, **shared}
+    return {**TEXT_DEFAULTS.get(family or str(text.get("model_type")), {}), **text, **shared}
 
 
 __all__ = ["DEFAULTS", "FAMILIES", "REFUSED", "TEXT_DEFAULTS", "TEXT_HALVES", "family_of", "text_half"]

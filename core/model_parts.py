@@ -1,4 +1,4 @@
-"""Parts of a model's description: experts, latent attention, linear attention, a sparse index, an image encoder.
+"""Parts of a model's description: experts, latent attention, linear attention, a sparse index.
 
 Invariants
 * Frozen numbers without weights; sizes are in elements, bytes only where the name says so.
@@ -222,40 +222,3 @@ class SparseIndexSpec:
     def bytes_per_token(self) -> int:
         """Bytes that one token adds to the index of one layer."""
         return self.dim * INDEX_KEY_BYTES + INDEX_SCALE_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionSpec:
-    """An image encoder whose output enters the prompt as a prefix of tokens.
-
-    params: weights of encoder and projector.  patches, tokens: of one image of `image_size` x `image_size` pixels
-    in the encoder and in the prompt.  patch_pixels: side of the square of pixels that becomes one token, 0 where every
-    image becomes as many.  compression: images take that many times fewer tokens (a what-if; 1 is the model's own).
-    """
-
-    params: int
-    patches: int
-    tokens: int
-    image_size: int
-    patch_pixels: int = 0
-    compression: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.compression < 1.0:
-            raise ModelError(f"compression={self.compression} of image tokens must be at least 1")
-
-    def tokens_of(self, width: int, height: int) -> int:
-        """Tokens that an image of `width` x `height` pixels takes in the prompt."""
-        side = self.patch_pixels
-        tokens = -(-width // side) * -(-height // side) if side else self.tokens
-        return max(1, round(tokens / self.compression))
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens of the prompt that one image of `image_size` takes."""
-        return self.tokens_of(self.image_size, self.image_size)
-
-    @property
-    def encode_flops(self) -> float:
-        """FLOPs of encoding one image of `image_size`: 2 per weight and patch (attention among patches left out)."""
-        return 2.0 * self.params * self.patches

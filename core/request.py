@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Need
 from twinfer.core.session import Follows
+from twinfer.core.vision import Image
 
 if TYPE_CHECKING:
     from twinfer.core.beam import BeamGroup
@@ -42,6 +43,7 @@ class Request:
     cache_salt: requests share cached prefixes only within one salt.
     cache_prefix: False keeps this request's blocks out of the prefix cache (it still runs).
     kv_from: KV to load instead of computing it; kv_to: peer that takes the KV when it is done.
+    images: those in `prompt`, in order.
     follows: a later turn of a session: `prompt` holds only its own tokens and `arrival` says nothing until the
     `Feeder` sends it.
     """
@@ -58,6 +60,7 @@ class Request:
     kv_from: KVSource | None = None
     kv_to: str | None = None
     follows: Follows | None = None
+    images: tuple[Image, ...] = ()
 
     @property
     def max_length(self) -> int:

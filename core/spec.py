@@ -18,7 +18,8 @@ from typing import Any
 
 from twinfer.core.dtypes import canonical_dtype, dtype_bits, dtype_bytes
 from twinfer.core.errors import ConfigError, ModelError
-from twinfer.core.model_parts import LinearAttentionSpec, MLASpec, MoESpec, SparseIndexSpec, VisionSpec
+from twinfer.core.model_parts import LinearAttentionSpec, MLASpec, MoESpec, SparseIndexSpec
+from twinfer.core.vision import VisionSpec
 
 __all__ = ["LinearAttentionSpec", "MLASpec", "MoESpec", "ModelSpec", "SparseIndexSpec", "VisionSpec"]
 

@@ -73,7 +73,8 @@ def _scaled(rows: list[Draft], workload: Workload) -> list[Draft]:
     for row in rows:
         length = min(MAX_TOKENS, max(1, round(len(row.prompt) * workload.input_scale)))
         output = min(MAX_TOKENS, max(1, round(row.output_len * workload.output_scale)))
-        scaled.append(replace(row, prompt=_resized(row.prompt, length), output_len=output))
+        shared = min(length, round(row.shared * workload.input_scale))
+        scaled.append(replace(row, prompt=_resized(row.prompt, length), output_len=output, shared=shared))
     return scaled
 
 

@@ -29,7 +29,7 @@ __all__ = [
 
 COLLECTIVES = {
     "all_reduce": "all_reduce", "all_gather": "all_gather", "hidden_gather": "all_gather", "kv_gather": "all_gather",
-    "cp_queries": "all_gather", "moe_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+    "cp_queries": "all_gather", "moe_gather": "all_gather", "vision_gather": "all_gather", "reduce_scatter": "reduce_scatter",
     "cp_merge": "reduce_scatter", "moe_scatter": "reduce_scatter", "moe_dispatch": "all_to_all",
     "moe_combine": "all_to_all", "hand_over": "send", "kv_ring": "send",
 }  # fmt: skip

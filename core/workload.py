@@ -22,9 +22,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
+from twinfer.core.images import check_images, with_images
 from twinfer.core.params import MAX_SAMPLES, SamplingParams
 from twinfer.core.request import Request
 from twinfer.core.session import Follows
+from twinfer.core.vision import Image, VisionSpec
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -62,6 +64,9 @@ class Workload(BaseModel):
     source: workload plugin; None finds it from the other fields.
     beam_width: beams of a search, which needs temperature 0; 1 is none.
     ignore_eos: answers run to their full length whatever the model says.
+    images_per_request: images of a request; `image_counts`: `fixed`, or `poisson` around that mean.
+    image_size: pixels of each, `1024` or `1024x768`; None for what the model takes.  image_tokens: tokens of each in the
+        prompt, instead of a size.  image_compression: images take that many times fewer tokens than the model's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -93,6 +98,11 @@ class Workload(BaseModel):
     temperature: float = 0.0
     beam_width: int = 1
     ignore_eos: bool = True
+    images_per_request: float = 0.0
+    image_counts: Literal["fixed", "poisson"] = "fixed"
+    image_size: str | None = None
+    image_tokens: int | None = None
+    image_compression: float = 1.0
     seed: int = 0
 
     @field_validator("trace", mode="before")
@@ -163,6 +173,7 @@ class Workload(BaseModel):
             raise ConfigError("--think-time", self.think_time, "no turn follows the first", "give --turns 2 or more")
         if self.trace and (self.prompts or self.prompt_tokens):
             raise ConfigError("--trace", self.trace, "prompts are given too", "give a trace or prompts, not both")
+        check_images(self)
         return self
 
     def _check_trace(self) -> None:
@@ -237,6 +248,7 @@ class Draft:
 
     session: turns of one session have its name and come one after the other; only the first has a time, and `prompt` of
     the others is what they add.  think_s: seconds from the end of the turn before; None draws them (`think_time`).
+    shared: tokens that it begins with and other prompts may, too.  images: those in `prompt`.
     """
 
     prompt: Sequence[int]
@@ -245,6 +257,8 @@ class Draft:
     temperature: float | None = None
     session: str | None = None
     think_s: float | None = None
+    shared: int = 0
+    images: tuple[Image, ...] = ()
 
 
 class WorkloadSource(Protocol):
@@ -298,11 +312,13 @@ def generate(
     encode: Encode | None = None,
     eos_token_ids: tuple[int, ...] = (),
     registry: Registry | None = None,
+    vision: VisionSpec | None = None,
 ) -> list[Request]:
     """The requests of `workload`, sorted by arrival.
 
     Without `encode`, texts stand for one token per four bytes (a usual ratio for English), so that a
     prediction needs no tokenizer; the engine passes its own encoder.
+    vision: what encodes the images that requests have; None where they cannot have any.
     Raises ConfigError when a file is missing, malformed or holds nothing to ask.
     """
     from twinfer.core.trace_rows import chances_of, drafts_of, sessions_of  # kept apart: one concept a file
@@ -311,7 +327,10 @@ def generate(
     setting = Setting(
         vocab_size=vocab_size, max_model_len=max_model_len, encode=encode, eos_token_ids=eos_token_ids
     )  # fmt: skip
-    sessions = sessions_of(drafts_of(source, workload, setting))
+    drafts = drafts_of(source, workload, setting)
+    if workload.images_per_request:
+        drafts = with_images(drafts, workload, vision, source, setting)
+    sessions = sessions_of(drafts)
     timed = sum(d[0].arrival is not None for d in sessions)
     if workload.rate is None and 0 < timed < len(sessions):
         raise ConfigError(
@@ -356,6 +375,7 @@ def generate(
                     arrival=times[i],
                     eos_token_ids=eos_token_ids,
                     follows=follows,
+                    images=draft.images,
                 )
             )
             history += len(draft.prompt) + draft.output_len

@@ -120,7 +120,9 @@ def memory_view(scenario: Scenario, registry: Registry) -> MemoryView:
 def request_lengths(scenario: Scenario, spec: ModelSpec, registry: Registry) -> tuple[int, ...]:
     """Prompt plus answer of the workload's requests, of a sample where there are many."""
     workload = scenario.edited(num_requests=min(scenario.num_requests, SAMPLED)).workload()
-    requests = generate(workload, spec.vocab_size, scenario.max_model_len or spec.max_context, registry=registry)
+    requests = generate(
+        workload, spec.vocab_size, scenario.max_model_len or spec.max_context, registry=registry, vision=spec.vision
+    )
     return tuple(r.max_length for r in requests)
 
 

@@ -34,6 +34,7 @@ class CostExecutor:
     def __init__(self, timer: StepTimer, scale: float = 1.0, ops: bool = True) -> None:
         self._timer = timer
         self._speculation = timer.speculation
+        self._encoding = timer.encoding.fresh() if timer.encoding is not None else None
         self._scale = scale
         self._ops = ops
         self._seconds = 0.0
@@ -43,6 +44,8 @@ class CostExecutor:
         self._beams: dict[str, tuple[int, int]] = {}  # of a beam: its number, candidates of a row
 
     def admit(self, request: Request, seqs: tuple[tuple[str, int], ...]) -> None:
+        if self._encoding is not None:
+            self._encoding.admit(request, seqs)
         params = request.params
         drawn = range(1)
         if params.beam_width > 1:
@@ -61,6 +64,9 @@ class CostExecutor:
         """What `plan` gives when it takes `cost`."""
         if self.passes is not None:
             cost = self.passes.added(plan, cost)
+        if self._encoding is not None:
+            cost = self._encoding.added(plan, cost, self._ops)
+            self._encoding.forget(plan.forget)
         rows = self._rows(plan)
         if self._speculation is not None:
             cost = self._speculation.added(plan, rows, cost, self._ops)
@@ -95,6 +101,8 @@ class CostExecutor:
         """Seconds of each step of `run`; `took` says how many of them were taken."""
         for seq in run.forget if self._beams else ():
             self._beams.pop(seq, None)
+        if self._encoding is not None:
+            self._encoding.forget(run.forget)
         cost = self._timer.decode(run.count, run.keys, run.most)
         self._runs = cost
         scale = self._scale

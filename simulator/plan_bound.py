@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from twinfer.core.goal import Goal
 from twinfer.core.policy import Limits
 from twinfer.core.request import Request
+from twinfer.core.session import History
 from twinfer.core.work import Op, RowShape, StepShape
 from twinfer.plugins.op_time.roofline import Roofline
 from twinfer.simulator.op_time import OpTimeChain
@@ -57,13 +58,19 @@ class Demand:
 def demand_of(requests: Sequence[Request]) -> Demand:
     prompts = sorted(len(r.prompt) for r in requests)
     outputs = [r.params.max_tokens or 1 for r in requests]
-    own = all(isinstance(r.prompt, range) for r in requests)  # made to share nothing (`core/workload.py`)
+    own = all(_own(r.prompt) for r in requests)
     mean = sum(prompts) / len(prompts)
     return Demand(
         num=len(requests), span=requests[-1].arrival - requests[0].arrival, prompt=mean, fed=mean if own else 1.0,
         output=sum(outputs) / len(outputs), longest_output=max(outputs), shortest_context=prompts[0] + 1,
         prompts=tuple(prompts),
     )  # fmt: skip
+
+
+def _own(prompt: Sequence[int]) -> bool:
+    """Whether a prompt was made to share nothing with others (`core/workload.py`), perhaps with images in it."""
+    parts = prompt.parts if isinstance(prompt, History) else (prompt,)
+    return all(isinstance(part, range) for part in parts)
 
 
 def step_seconds(ops_of: OpsOf, chain: OpTimeChain, shape: StepShape) -> float:

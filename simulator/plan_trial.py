@@ -198,7 +198,7 @@ def requests_of(question: Question, registry: Registry) -> list[Request]:
     """All requests of the question's traffic, sorted by arrival."""
     spec = resolve_spec(question.model)
     context = int(question.base.get("max_model_len") or spec.max_context)
-    requests = generate(question.workload, spec.vocab_size, context, registry=registry)
+    requests = generate(question.workload, spec.vocab_size, context, registry=registry, vision=spec.vision)
     if any(r.follows is not None for r in requests):
         raise ConfigError(
             "--turns", question.workload.turns, "a search cuts traffic into parts, which would tear sessions apart",

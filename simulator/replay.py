@@ -143,7 +143,7 @@ def requests_of(
     if real.workload:
         try:
             made = generate(asked, spec.vocab_size, config.max_model_len or spec.max_context, encode=encode,
-                            registry=registry)  # fmt: skip
+                            registry=registry, vision=spec.vision)  # fmt: skip
             by_id = whole_prompts(made)
             prompts = [by_id[r.request_id] for r in served if r.request_id in by_id]
         except TwinferError as error:

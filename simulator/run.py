@@ -48,6 +48,7 @@ from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate, source_of
 from twinfer.plugins.op_time.calibrated import coverage, jitter_of, recording_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
+from twinfer.simulator.encoding import encoding_of
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.garbage import collected_rarely
 from twinfer.simulator.machine import differences
@@ -178,7 +179,7 @@ def prepare(
     device = device or load_device(config.device, registry)
     context = config.max_model_len or spec.max_context
     if requests is None:
-        requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry)
+        requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry, vision=spec.vision)
     longest = max(r.max_length for r in requests)
     setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     reasons = dict(setup.reasons)
@@ -214,6 +215,7 @@ def prepare(
     windows = [w for w in model.layer_windows if w is not None]
     timer = timer_of(model, layout, adapt, ops_of, chain, windows, overlap=config.max_outstanding > 1)
     timer.speculation = speculation_of(setup, device, config.op_time, registry)
+    timer.encoding = encoding_of(model, requests, chain, layout.tp)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -36,6 +36,7 @@ from twinfer.core.work import Op, RowShape, StepShape, copied_slots, swapped_slo
 from twinfer.simulator.op_time import OpTimeChain, host_op
 
 if TYPE_CHECKING:
+    from twinfer.simulator.encoding import Encoding
     from twinfer.simulator.speculate import Speculation
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
@@ -111,6 +112,7 @@ class StepTimer:
         self._overlap = overlap
         self._with_host = host
         self.speculation: Speculation | None = None  # set where steps check guesses
+        self.encoding: Encoding | None = None  # set where requests have images
         self._kinds: dict[tuple[str, int], str] = {}
         self._present: frozenset[str] | None = None  # values of `_kinds`, once they are known
         self._spares = False  # `StepShape.rows_only` leaves out nothing that belongs to rows

@@ -19,6 +19,7 @@ from twinfer.core.technique import Technique
 from twinfer.core.workload import DEFAULT_NUM_REQUESTS, MAX_TOKENS, Draft, Setting, Workload
 
 _STRIDE = 7919  # a prime: start tokens of neighbours lie far apart and do not repeat early
+_LONG = 256  # tokens beyond which a prompt is made when it is sliced
 
 
 class PoissonArrivals(Technique):
@@ -101,7 +102,7 @@ class Synthetic(PoissonArrivals):
             prompt = _tokens(i + workload.num_prefixes, workload.seed, num_in - head, setting.vocab_size)
             if head:
                 prompt = (*prefixes[i // turns % workload.num_prefixes], *prompt)
-            drafts.append(Draft(prompt, num_out, session=f"s{i // turns}" if turns > 1 else None))
+            drafts.append(Draft(prompt, num_out, session=f"s{i // turns}" if turns > 1 else None, shared=head))
         return drafts
 
 
@@ -124,7 +125,7 @@ def _tokens(number: int, seed: int, length: int, vocab_size: int) -> Sequence[in
         return range(start, start + length * step, step)
     if start - (length - 1) * step >= 0:
         return range(start, start - length * step, -step)
-    if length > vocab_size:
+    if length > min(vocab_size, _LONG):
         return _Cycle(start, step, length, vocab_size)
     return tuple((start + j * step) % vocab_size for j in range(length))
 

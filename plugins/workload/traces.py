@@ -169,13 +169,14 @@ class MooncakeTrace(PoissonArrivals):
                 raise ConfigError(
                     "--trace", workload.trace, f"{where}: timestamp or hash_ids is not a number", "repair that line"
                 ) from None
-            if len(ids) * self.BLOCK >= num_in:
+            shared = num_in if len(ids) * self.BLOCK >= num_in else 0
+            if shared:
                 ids = tuple(i + setting.loop * _LOOP for i in ids)
                 prompt: Sequence[int] = BlockPrompt(ids, num_in, workload.seed, setting.vocab_size, self.BLOCK)
             else:
                 # Without ids the prompt is its own; numbers above all ids keep it apart from them.
                 prompt = _tokens((1 << 24) + setting.first + number, workload.seed, num_in, setting.vocab_size)
-            drafts.append(Draft(prompt, num_out, when))
+            drafts.append(Draft(prompt, num_out, when, shared=shared))
         return _nonempty(workload, drafts)
 
 

@@ -12,7 +12,7 @@ import pytest
 from twinfer.core.catalog import SPEC_DIR, resolve_spec, spec_from_hf
 from twinfer.core.errors import ModelError
 from twinfer.core.hf_families import FAMILIES, REFUSED
-from twinfer.core.model_parts import LinearAttentionSpec, SparseIndexSpec, VisionSpec
+from twinfer.core.model_parts import LinearAttentionSpec, SparseIndexSpec
 from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
@@ -99,7 +99,7 @@ def test_parts_check_themselves() -> None:
     with pytest.raises(ModelError, match="key_heads=3 does not divide value_heads=4"):
         LinearAttentionSpec(kind="mamba2", key_heads=3, value_heads=4, key_dim=8, value_dim=8, conv_width=4)
     with pytest.raises(ModelError, match=r"compression=0\.5"):
-        VisionSpec(params=1, patches=1, tokens=1, image_size=1, compression=0.5)
+        replace(resolve_spec("qwen2.5-vl-7b").vision, compression=0.5)
     assert SparseIndexSpec(heads=2, dim=64, top_k=8, layers=1).bytes_per_token == 68
 
 
@@ -113,7 +113,7 @@ def test_an_image_is_a_prefix_of_tokens() -> None:
     assert qwen.tokens_of(1024, 1024) == qwen.prefix_tokens == 37 * 37, "a token per 28 x 28 pixels"
     assert qwen.tokens_of(1920, 1080) == 69 * 39
     assert replace(qwen, compression=4.0).prefix_tokens == round(37 * 37 / 4)
-    assert gemma.encode_flops == 2 * gemma.params * 64 * 64
+    assert gemma.usual == (1, 64 * 64, 256)
 
 
 def test_internvl_names_its_language_model_inside() -> None:
