@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
     from twinfer.simulator.op_time import OpTimeChain
 
+_KEPT = 1 << 12  # steps whose images were timed
+
 
 class Encoding:
     """The encoder of `model` on `tp` ranks of one device; its images are those that were admitted."""
@@ -67,6 +69,8 @@ class Encoding:
         key = tuple(sorted(image._replace(start=0) for image in images))
         known = self._known.get(key)
         if known is None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
             ops: dict[str, float] = {}
             sigma = 0.0
             for op in vision_ops(self._model, key, self._tp):
