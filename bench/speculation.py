@@ -17,9 +17,13 @@ from twinfer.simulator.run import simulate
 
 BATCHES = (1, 4, 16, 64, 256)
 PROMPT, ANSWER = 512, 128
-PUBLISHED = ((2, 1.89, 1.51), (4, 2.08, 1.48))
-"""(guesses, tokens a step, speedup) of EAGLE-1 chains, Llama-3.1-8B, H100, batch 1, MT-bench: vLLM pull requests 16035 (lengths)
-and 16937 (speed; 133, 201.7 and 198 tokens/s)."""
+PUBLISHED = (
+    ("llama-3.1-8b", 1, "num_tokens=2", 1.89, 1.51), ("llama-3.1-8b", 1, "num_tokens=4", 2.08, 1.48),
+    ("llama-3.1-70b", 8, "num_tokens=8,tree=63", 5.88, 2.65),
+)  # fmt: skip
+"""(model, H100s, guesses of eagle, tokens a step, speedup), batch 1, MT-bench. EAGLE-1 chains: vLLM pull requests 16035 (lengths) and
+16937 (speed; 133, 201.7 and 198 tokens/s). EAGLE-3 tree of 64 with its root, 8 deep, Llama-3.3-70B in float16: SGLang pull request 4716
+(88.61 and 234.54 tokens/s)."""
 
 
 def speculators(draft: str, alpha: float, k: int) -> dict[str, Choice]:
@@ -42,30 +46,36 @@ def throughput(args: argparse.Namespace, batch: int, speculator: Choice | None) 
     return float(record.metrics["output_throughput"])
 
 
-def alpha_of(k: int, mean: float) -> float:
-    """The one chance with which chains of `k` guesses give `mean` tokens a step."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
+def alpha_of(guesses: str, mean: float) -> float:
+    """The one chance with which `guesses` of eagle give `mean` tokens a step."""
+    registry, low, high = default_registry(), 0.0, 1.0
+    for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(k + 1)) < mean else (low, middle)
+        found = registry.build("speculator", Choice.model_validate(f"eagle:{guesses},alpha={middle!r}")).mean_tokens
+        low, high = (middle, high) if found < mean else (low, middle)
     return low
 
 
-def published(op_time: tuple[str, ...] = ()) -> list[tuple[int, float, float]]:
+def published(op_time: tuple[str, ...] = ()) -> list[tuple[str, float, float]]:
     """(guesses, speedup measured, speedup predicted) of `PUBLISHED`, printed as a table."""
 
-    def speed(speculator: Choice | None) -> float:
-        config = EngineConfig(model="llama-3.1-8b", device="h100-sxm", op_time=op_time, speculator=speculator)
-        workload = Workload(num_requests=40, concurrency=1, input_len=128, output_len=256)
+    def speed(model: str, tp: int, speculator: str | None) -> float:
+        config = EngineConfig.model_validate(
+            {"model": model, "tp": tp, "device": "h100-sxm", "op_time": op_time, "speculator": speculator}
+        )
+        workload = Workload(num_requests=20, concurrency=1, input_len=128, output_len=512)
         return float(simulate(config, workload, default_registry(), detail="requests").metrics["output_throughput"])
 
-    plain, found = speed(None), []
-    print("| guesses | measured tokens a step | speedup measured | speedup predicted |\n|---|---|---|---|")
-    for k, mean, measured in PUBLISHED:
-        options = {"num_tokens": k, "alpha": alpha_of(k, mean)}
-        predicted = speed(Choice(name="eagle", options=options)) / plain
-        print(f"| {k} | {mean} | {measured}x | {predicted:.2f}x |", flush=True)
-        found.append((k, measured, predicted))
+    found = []
+    print("| model | guesses | measured tokens a step | speedup measured | speedup predicted |\n|---|---|---|---|---|")
+    for model, tp, guesses, mean, measured in PUBLISHED:
+        plain = speed(model, tp, None)
+        predicted = speed(model, tp, f"eagle:{guesses},alpha={alpha_of(guesses, mean)!r}") / plain
+        print(
+            f"| {model}, {tp} H100 | {guesses} | {mean} | {measured}x | {predicted:.2f}x ({plain:.0f} tok/s without) |",
+            flush=True,
+        )
+        found.append((guesses, measured, predicted))
     return found
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from what_if_runs import REFUSED, Engine, closed, decode_s, run, table
+from what_if_runs import REFUSED, Engine, closed, run, table
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.device import load_device
@@ -76,16 +76,18 @@ def ratios() -> None:
             device = load_device(str(machine["device"]))
             ridge = device.peak_flops["float16"] / device.memory_bandwidth
             engine = {"model": "llama-3.1-8b", "max_model_len": 512, "max_num_batched_tokens": 256, **machine}
-            one = run({**engine, "max_num_seqs": 1}, num_requests=1, input_len=64, output_len=64)
+            one = run({**engine, "max_num_seqs": 1}, num_requests=1, input_len=64, output_len=192)
             room = REFUSED if one is None else f"{one.steps[0].total_blocks * one.steps[0].block_size:,}"
-            alone = decode_s(engine, 1, 64)
-            steps = [decode_s(engine, n, 64) for n in batches] if one else [REFUSED] * len(batches)
-            times = [s if isinstance(s, str) or isinstance(alone, str) else f"{s / alone:.2f}" for s in steps]
+            alone = one.metrics["output_throughput"] if one is not None else math.nan
+            times = []
+            for n in batches:
+                found = closed(engine, n, 64, 192, 1) if one is not None else None
+                times.append(REFUSED if found is None else f"{found.metrics['output_throughput'] / alone:.1f}")
             yield [name, f"{ridge:,.1f}", room, *times]
 
     table(
-        ["machine", "FLOPs per byte", "KV room, tokens", *(f"step of {n} rows / of 1" for n in batches)], rows(),
-        "Llama-3.1-8B in 16 bits, rows with 64 to 320 tokens of KV:",
+        ["machine", "FLOPs per byte", "KV room, tokens", *(f"tok/s of {n} users / of 1" for n in batches)], rows(),
+        "Llama-3.1-8B in 16 bits, prompts of 64 tokens and answers of 192:",
     )  # fmt: skip
 
 
@@ -132,19 +134,24 @@ def many_users() -> None:
             service, spec_ = fixed[device], load_device(device)
             fit = int((count * spec_.memory_bytes - weights(service)) // kv)
             watts = count * spec_.tdp_watts if spec_.tdp_watts else None
-            most = fit * service.speed
+            a_token = max(  # products, and reading the KV, spread over all devices
+                2 * spec.num_params() / spec_.peak_flops["float16"], kv * 9 / 16 / spec_.memory_bandwidth
+            )
+            most = min(fit * service.speed, count / a_token)
             yield [
                 f"{count} {device}", str(service.bits), str(fit), f"{service.speed:,.0f}", f"at most {most:,.0f}",
                 "not published" if watts is None else f"{watts / 1e3:,.1f}",
                 "" if watts is None else f"at most {most / watts:.2f}",
             ]  # fmt: skip
         for engine, bits in (({}, 16), ({"quantizer": "fp8"}, 8)):
-            base: Engine = {"model": "llama-3.1-70b", "tp": 8, "max_model_len": context, **engine}
+            base: Engine = {
+                "model": "llama-3.1-70b", "tp": 8, "max_model_len": context, "max_num_batched_tokens": 8192, **engine
+            }  # fmt: skip
             fit_run = run({**base, "max_num_seqs": 1}, num_requests=1, input_len=64, output_len=2)
             assert fit_run is not None
             fit = fit_run.steps[0].total_blocks * fit_run.steps[0].block_size // context
             for batch in (1, 16, 64, 256):
-                record = closed(base, batch, context - 256, 256)
+                record = closed(base, batch, 256, context - 256)
                 assert record is not None
                 speed, watts = record.metrics["output_throughput"], 8 * (load_device("h100-sxm").tdp_watts or 0)
                 yield [
@@ -154,7 +161,7 @@ def many_users() -> None:
 
     table(
         ["machine", "bits", "requests that fit", "tok/s of a user", "tok/s of all", "kW", "tok/s/W"], rows(),
-        "Llama-3.1-70B, requests of up to 2,048 tokens, 256 of them answers:",
+        "Llama-3.1-70B, requests of 256 tokens answered with 1,792:",
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from what_if_runs import OP_TIME, Engine, closed, metric, table
 
 from twinfer.core.config import EngineConfig
+from twinfer.core.registry import default_registry
 from twinfer.core.workload import Workload
 from twinfer.simulator.run import prepare
 from twinfer.simulator.speculate import break_even_batch, tokens_per_second
@@ -37,7 +38,7 @@ def timer_of(engine: Engine, batch: int = 1) -> StepTimer:
     config = EngineConfig.model_validate(
         {"device": "h100-sxm", "op_time": tuple(OP_TIME), **engine, "max_num_seqs": batch}
     )
-    return prepare(config, Workload(num_requests=1, input_len=512, output_len=128)).timer
+    return prepare(config, Workload(num_requests=1, input_len=512, output_len=512), default_registry()).timer
 
 
 def speculation() -> None:
@@ -49,7 +50,7 @@ def speculation() -> None:
             cells, guesses = [], None
             for batch in BATCHES:
                 engine = {**DENSE, "speculator": text or None}
-                record = closed(engine, batch, 512, 128, rounds=max(2, 16 // batch))
+                record = closed(engine, batch, 512, 512, rounds=2 if batch > 1 else 4)
                 if record is None:
                     cells.append(metric(None, ""))
                     continue
@@ -61,12 +62,12 @@ def speculation() -> None:
                 yield [name, "1", "1.00", *cells, ""]
                 continue
             rows = 1 + guesses["num_draft_tokens"] / guesses["num_drafts"]
-            best = break_even_batch(timer_of({**DENSE, "speculator": text}), 576, 1024)
+            best = break_even_batch(timer_of({**DENSE, "speculator": text}), 768, 1024)
             yield [name, f"{rows:.0f}", f"{guesses['mean_acceptance_length']:.2f}", *cells, str(best)]
 
     table(
         ["guesses", "rows a sequence", "tokens a step", *(f"tok/s at batch {b}" for b in BATCHES), "pays up to"],
-        by_batch(), "Llama-3.1-70B on 4 H100 SXM, prompts of 512 tokens, answers of 128, as many clients as the batch:",
+        by_batch(), "Llama-3.1-70B on 4 H100 SXM, prompts of 512 tokens, answers of 512, as many clients as the batch:",
     )  # fmt: skip
 
     shapes = {"chain of 2": "num_tokens=2", "chain of 4": "num_tokens=4", "chain of 8": "num_tokens=8",
@@ -75,14 +76,14 @@ def speculation() -> None:
     def by_chance() -> Iterable[list[str]]:
         for alpha in (0.3, 0.5, 0.7, 0.8, 0.9):
             found = [
-                break_even_batch(timer_of({**DENSE, "speculator": f"eagle:{shape},alpha={alpha}"}), 576, 1024)
+                break_even_batch(timer_of({**DENSE, "speculator": f"eagle:{shape},alpha={alpha}"}), 768, 1024)
                 for shape in shapes.values()
             ]
             yield [f"{alpha:g}", *(str(n) if n else "never" for n in found)]
 
     table(
         ["chance that a guess is right", *shapes], by_chance(),
-        "The largest batch with which eagle pays, decode steps at 576 tokens of context (of 1,024 at most):",
+        "The largest batch with which eagle pays, decode steps at 768 tokens of context (of 1,024 at most):",
     )  # fmt: skip
 
     models: dict[str, Engine] = {
@@ -95,11 +96,11 @@ def speculation() -> None:
         for name, engine in models.items():
             timer = timer_of({**engine, "speculator": f"eagle:alpha={ALPHA}"})
             yield [name, *(
-                f"{tokens_per_second(timer, b, 576, True) / tokens_per_second(timer, b, 576, False):.2f}x"
+                f"{tokens_per_second(timer, b, 768, True) / tokens_per_second(timer, b, 768, False):.2f}x"
                 for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)
             )]  # fmt: skip
 
     table(
         ["model", *(f"batch {b}" for b in (1, 2, 4, 8, 16, 32, 64, 128, 256))], by_model(),
-        f"Decode speed with eagle (chain of 4, chance {ALPHA:g}) over that without, at 576 tokens of context:",
+        f"Decode speed with eagle (chain of 4, chance {ALPHA:g}) over that without, at 768 tokens of context:",
     )  # fmt: skip

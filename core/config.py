@@ -43,7 +43,7 @@ def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
     """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, _parts(rest)):
         key, eq, raw = part.partition("=")
         if not eq or not key.strip():
             raise ConfigError(option, text, f"option {part!r} has no value", "write NAME:option=value,option=value")
@@ -52,6 +52,20 @@ def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
         except json.JSONDecodeError:
             options[key.strip()] = raw
     return {"name": name.strip(), "options": options}
+
+
+def _parts(text: str) -> list[str]:
+    """`text` at its commas, but for those within a list or in quotes."""
+    parts, depth, quoted = [""], 0, False
+    for i, char in enumerate(text):
+        quoted ^= char == '"' and text[i - 1 : i] != "\\"
+        if not quoted:
+            depth += (char in "[{") - (char in "]}")
+            if char == "," and depth <= 0:
+                parts.append("")
+                continue
+        parts[-1] += char
+    return parts
 
 
 class EngineConfig(Checked):

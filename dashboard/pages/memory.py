@@ -56,6 +56,10 @@ class MemoryPage(Page):
                     if name != "kv_dtype":
                         parts.setting(name)
         with results:
+            if session.scenario().speculator is not None:
+                st.caption(
+                    "Weights and KV of what guesses ahead are not counted here; the Techniques page counts them."
+                )
             _results(resources)
 
 

@@ -93,3 +93,12 @@ def test_a_truth_value_is_no_number_of_a_technique() -> None:
         with pytest.raises(ConfigError, match="truth value"):
             registry.build(kind, Choice.model_validate(text))
     registry.build("kv_cache", Choice.model_validate("paged:prefix_sharing=true"))
+
+
+def test_commas_within_lists_and_quotes_belong_to_the_value() -> None:
+    text = 'eagle:profile=[0.7, [0.5,0.1]],tree="0 1,2",num_tokens=2'
+    choice = Choice.model_validate(text)
+    assert choice.options == {"profile": [0.7, [0.5, 0.1]], "tree": "0 1,2", "num_tokens": 2}
+    assert Choice.model_validate(str(choice)) == choice
+    with pytest.raises(ConfigError, match="has no value"):
+        Choice.model_validate("eagle:profile=0.7,0.5")

@@ -121,6 +121,30 @@ def test_options_come_from_the_techniques_schema_and_go_into_the_url(page):
     assert shown_url(at)["kv_cache"] == "paged:block_size=64,prefix_sharing=false"
 
 
+def test_speculation_is_chosen_with_its_options_and_says_what_became_of_guesses(page):
+    at = page(**SMALL)
+    assert "Guessed tokens" not in [h.value for h in at.subheader]
+    at.selectbox(key="w_speculator").set_value("eagle").run()
+    at.text_input(key="w_speculator.eagle.tree").set_value("3x2").run()
+    at.number_input(key="w_speculator.eagle.num_tokens").set_value(2).run()
+    assert not at.exception and not at.error
+    assert shown_url(at)["speculator"] == 'eagle:num_tokens=2,tree="3x2"'
+    assert "Guessed tokens, predicted" in [h.value for h in at.subheader]
+    words = "\n".join(str(table.value) for table in at.table)
+    assert "tokens per step" in words and "wasted" in words and "batch" in words
+    assert (
+        texts(at).count("no speculative decoding yet") == 2
+    )  # at the control and beside the button that would measure
+    assert at.button(key="run").disabled and not at.button(key="run-predicted").disabled
+
+
+def test_a_tree_that_does_not_fit_is_said_in_words(page):
+    at = page(speculator="eagle:tree=3x2x2x2x2", **SMALL)
+    assert "5 deep" in texts(at)
+    at.selectbox(key="w_speculator").set_value("").run()
+    assert not at.exception and "speculator" not in shown_url(at) and values(at)
+
+
 def test_back_adopts_the_url(page):
     at = page(**SMALL)
     at.number_input(key="w_max_num_seqs").set_value(2).run()

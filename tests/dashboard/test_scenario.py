@@ -39,6 +39,14 @@ def test_the_default_scenario_is_the_empty_url():
         scheduler=st.sampled_from(["static", "continuous:chunk_size=64", "static:batch_size=4,max_wait_s=0.5"]),
         kv_cache=st.sampled_from(["paged", "paged:block_size=32,prefix_sharing=false", "contiguous"]),
         quantizer=st.sampled_from([None, Choice(name="int8")]),
+        speculator=st.sampled_from(
+            [
+                None,
+                "ngram",
+                "eagle:tree=4x2x1,num_tokens=3",
+                Choice(name="eagle", options={"profile": [0.7, [0.5, 0.1]]}),
+            ]
+        ),
         max_num_seqs=st.integers(1, 4096),
         rate=st.sampled_from([0.0, 0.25, 1e6]) | st.floats(0, 1000),
         spread=st.floats(0, 1),
@@ -58,6 +66,7 @@ def test_url_round_trip(scenario: Scenario):
     back, problems = Scenario.from_params(scenario.to_params())
     assert problems == []
     assert back.to_params() == scenario.to_params()
+    assert back.speculator == scenario.speculator
     assert back.scheduler == scenario.scheduler and back.kv_cache == scenario.kv_cache
     assert math.isclose(back.rate, scenario.rate, rel_tol=1e-4, abs_tol=1e-9)
 
@@ -223,3 +232,12 @@ def test_every_builtin_technique_can_be_drawn(registry):
     for item in registry.all():
         for field in fields_of(item.cls.Options):
             assert field.label and field.kind in ("bool", "int", "float", "choice", "text", "json"), (item.name, field)
+
+
+def test_a_speculator_is_one_of_the_techniques_and_changes_no_older_key(registry):
+    plain, guessing = Scenario(), Scenario(speculator=Choice(name="ngram", options={"num_tokens": 2}))
+    assert plain.key() == "966926c022093b1e"  # as before there were any: stored results are found
+    assert guessing.key() != plain.key()
+    assert guessing.techniques() == "continuous + paged + ngram:num_tokens=2"
+    assert guessing.config().speculator == guessing.speculator and guessing.baseline().speculator is None
+    assert "ngram:num_tokens=2 alone" in [c.label for c in combinations(guessing, registry)]
