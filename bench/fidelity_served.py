@@ -103,6 +103,7 @@ class Setting:
     kv: str
     tokens: int
     drawn: bool
+    fp8: str = "tensor"
     fused_all_reduce: bool = False
     after_loading: bool = False
     """memory_fraction is a share of what is free after the weights have been loaded"""
@@ -116,38 +117,45 @@ def setting(row: dict[str, str]) -> Setting:
     step; TensorRT-LLM with steps of max-model-len tokens (2,048 or 9,216); lengths of 0.8 to 1.0 of the nominal ones,
     10 requests per client.
     The other rows are aiconfigurator's own runs (`eval/benchmarks/genai_perf_runner.py`: fixed lengths, 10 requests per
-    client, 2 more to warm up) of servers with default limits: 8,192 tokens a step in all three.
-    Defaults of the stacks: TensorRT-LLM plans ahead (overlap scheduler), feeds prompts whole and admits only what fits
-    at its full length (GUARANTEED_NO_EVICT), and its FP8 checkpoints keep KV in fp8; its Llama fuses all-reduce and
-    norm, its Qwen3 does not (`_torch/models`); its KV pool is 90 % of what is free after loading.  SGLang plans ahead and
-    runs prompts alone.  vLLM plans ahead by default from 0.14 on.
+    client, 2 more to warm up) of servers that its own generator set up (`generator/rule_plugin/benchmark/*.rule`,
+    `generator/backends/trtllm.py`): a step has room for one prompt, 1,500 tokens and one token of each client
+    (SGLang: of prompts alone); the next step is planned ahead under TensorRT-LLM; KV as the row's products. Prompts and
+    answers share steps under SGLang where `--enable-mixed-chunk` reaches the server (`backend_templates/sglang`: from
+    0.5.6 on; before, the flag is misspelt and left out). TensorRT-LLM's Qwen3-32B in fp8 is Qwen/Qwen3-32B-FP8
+    (`tools/automation/README.md`, 1.0.0rc3), whose scales are per block.
+    Defaults of the stacks: TensorRT-LLM feeds prompts whole and admits only what fits at its full length
+    (GUARANTEED_NO_EVICT); its Llama fuses all-reduce and norm, its Qwen3 does not (`_torch/models`); its KV pool is 90 %
+    of what is free after loading.  SGLang plans ahead and runs prompts alone.  vLLM plans ahead by default from 0.14 on.
     """
     stack, fp8 = row["backend"], row["gemm_quant_mode"].startswith("fp8")
     published = row["silicon_data_source"].startswith("source_file=2026-04-06.csv")
     isl, osl = int(row["isl"]), int(row["osl"])
+    block = row["gemm_quant_mode"] == "fp8_block" or (fp8 and stack == "trtllm" and "Qwen3" in row["model_path"])
+    kind = "block" if block else "tensor"
+    room = isl + 1500 + (0 if stack == "sglang" else concurrency(row))
     if stack == "trtllm":
         return Setting(
             Choice(name="continuous", options={"chunked_prefill": False, "admission": "whole"}), True,
-            "fp8" if fp8 else "", isl + osl if published else 8192, published,
+            "fp8" if fp8 else "", isl + osl if published else room, published, kind,
             fused_all_reduce="llama" in row["model_path"].lower() and int(row["tp_size"]) > 1, after_loading=True,
         )  # fmt: skip
     if stack == "sglang":
-        return Setting(Choice(name="prompts-first"), True, "", 8192, published)
-    return Setting(Choice(name="continuous"), published, "fp8" if published else "", 8192, published)
+        mixed = not row["backend_version"].startswith("0.5.1")
+        scheduler = "continuous" if mixed else "prompts-first"
+        return Setting(Choice(name=scheduler), True, "", room + mixed * concurrency(row), published, kind)
+    tokens = 8192 if published else room
+    return Setting(Choice(name="continuous"), published, "fp8" if published else "", tokens, published, kind)
 
 
 def scenario(row: dict[str, str], folder: Path) -> tuple[EngineConfig, Workload]:
     """The engine and the load of a row; of long answers fewer waves are run than were (`predict` weighs them)."""
     how = setting(row)
     clients, isl, osl, tp = concurrency(row), int(row["isl"]), int(row["osl"]), int(row["tp_size"])
-    kind, model = row["gemm_quant_mode"], MODELS[row["model_path"]]
-    fp8 = "block" if kind == "fp8_block" else "tensor"
+    model, version = MODELS[row["model_path"]], row["backend_version"] or VERSIONS[row["backend"]]
     quantizer = None
-    if kind.startswith("fp8"):
-        quantizer = Choice(name="fp8", options={"scales": fp8, "kv": how.kv})
-    options = (
-        f"folder={folder},stack={row['backend']},fp8={fp8},version={row['backend_version'] or VERSIONS[row['backend']]}"
-    )
+    if row["gemm_quant_mode"].startswith("fp8"):
+        quantizer = Choice(name="fp8", options={"scales": how.fp8, "kv": how.kv})
+    options = f"folder={folder},stack={row['backend']},fp8={how.fp8},version={version}"
     if how.fused_all_reduce:
         options += ",fused_all_reduce=true"
     fraction = 0.9

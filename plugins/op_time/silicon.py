@@ -67,7 +67,8 @@ class Silicon(Technique):
 
     class Options(technique.Options):
         """stack: serving stack whose kernels were measured.  version: of the stack, the newest measured by default.
-        fp8: products with one scale a tensor, or per block of 128.  fused_all_reduce: it takes the norm after it along.
+        fp8: products with one scale a tensor, or per block of 128.  dynamic: the scale of an input is found in every
+        step; checkpoints for serving hold it.  fused_all_reduce: it takes the norm after it along.
         skew: exponent of the power law of the experts' loads where the model says nothing (trained routers are uneven;
         1.01 is what the package assumes).
         folder: `systems` folder of the tables, that of the installed package by default."""
@@ -77,6 +78,7 @@ class Silicon(Technique):
         fp8: str = Field(
             default="tensor", pattern="^(tensor|block)$", description="scales of FP8 products: tensor or block"
         )
+        dynamic: bool = Field(default=False, description="scales of FP8 inputs are found in every step, not stored")
         skew: float = Field(default=1.01, ge=0, le=4, description="power law of the experts' loads; 0: all alike")
         fused_all_reduce: bool = Field(default=False, description="the norm after an all-reduce is done in its kernel")
         folder: str | None = Field(default=None, description="folder of the tables; None takes the installed package")
@@ -95,7 +97,7 @@ class Silicon(Technique):
         fp8 = "fp8_block" if self.options.fp8 == "block" else "fp8"
         if isinstance(op.of, MoEShape) and not op.of.skew:
             op = replace(op, of=op.of._replace(skew=self.options.skew))
-        answer = tables.time(op, device, fp8=fp8, fused_all_reduce=self.options.fused_all_reduce)
+        answer = tables.time(op, device, fp8, self.options.fused_all_reduce, self.options.dynamic)
         if answer is None:
             return None
         return OpTime(answer.seconds, answer.seconds * answer.spread, answer.source, f"{tables.label}: {answer.detail}")
@@ -150,20 +152,22 @@ class SystemTables:
         self._facts = STACKS.get(stack, Stack())
         self._other_version: set[str] = set()  # tables that lack the version that was asked for
 
-    def time(self, op: Op, device: DeviceSpec, fp8: str = "fp8", fused_all_reduce: bool = False) -> Answer | None:
-        answer = self._time(op, device, fp8, fused_all_reduce)
+    def time(
+        self, op: Op, device: DeviceSpec, fp8: str = "fp8", fused_all_reduce: bool = False, dynamic: bool = False
+    ) -> Answer | None:
+        answer = self._time(op, device, fp8, fused_all_reduce, dynamic)
         if answer is not None and answer.seconds and _TABLES.get(op.kind) in self._other_version:
             spread = math.hypot(answer.spread, VERSION_SPREAD[op.kind])
             return replace(answer, spread=spread, detail=f"{answer.detail}; another version than asked for")
         return answer
 
-    def _time(self, op: Op, device: DeviceSpec, fp8: str, fused_all_reduce: bool) -> Answer | None:
+    def _time(self, op: Op, device: DeviceSpec, fp8: str, fused_all_reduce: bool, dynamic: bool) -> Answer | None:
         if op.of is not None and op.kind != "comm":
             return (
                 self.experts.time(op, device, fp8) or self.latent.time(op, device, fp8) or self.state.time(op, device)
             )
         if op.kind == "gemm" and len(op.shape) == 3:
-            return self._product(op, device, fp8)
+            return self._product(op, device, fp8, dynamic)
         if op.kind == "attention" and len(op.shape) == 5 and op.shape[2] == op.shape[3]:
             return self._attention(op, device)
         if op.kind == "comm" and op.comm_bytes > 0:
@@ -190,18 +194,26 @@ class SystemTables:
 
     def narrowing(self, device: DeviceSpec) -> KernelTable | None:
         """Shapes (k,) over m: the kernel that narrows [m, k] activations to FP8 with a given scale."""
+        return self._over_inputs("scale_matrix_perf", NARROWED, device)
+
+    def scaling(self, device: DeviceSpec) -> KernelTable | None:
+        """Shapes (k,) over m: the kernel that finds the scale of [m, k] activations."""
+        return self._over_inputs("computescale_perf", 2.0, device)
+
+    def _over_inputs(self, name: str, moved: float, device: DeviceSpec) -> KernelTable | None:
+        """A kernel over [m, k] activations that moves `moved` bytes of each value."""
 
         def make() -> KernelTable | None:
-            rows = self._read("quantize", "scale_matrix_perf", self.stack, ["quant_dtype", "m", "k", "latency"])
+            rows = self._read("quantize", name, self.stack, ["quant_dtype", "m", "k", "latency"])
             if rows is None:
                 return None
             found = zip(*(rows[c] for c in ("quant_dtype", "m", "k", "latency")), strict=True)
             points = [(((float(k),), float(m)), ms * 1e-3) for kind, m, k, ms in found if kind == "fp8"]
             table = median_rows([key for key, _ in points], [s for _, s in points])
             rate = 0.9 * device.memory_bandwidth
-            return KernelTable(table, lambda shape, m: 1.5e-6 + NARROWED * m * shape[0] / rate) if table else None
+            return KernelTable(table, lambda shape, m: 1.5e-6 + moved * m * shape[0] / rate) if table else None
 
-        return self._table(("narrowing",), make)
+        return self._table((name,), make)
 
     def launch(self, device: DeviceSpec) -> float | None:
         """s of a kernel with next to nothing to do: the least that the stack's narrowing kernel takes in a graph."""
@@ -251,7 +263,7 @@ class SystemTables:
 
     # --- gemm -----------------------------------------------------------------------------------
 
-    def _product(self, op: Op, device: DeviceSpec, fp8: str) -> Answer | None:
+    def _product(self, op: Op, device: DeviceSpec, fp8: str, dynamic: bool) -> Answer | None:
         dtype = fp8 if op.dtype == "fp8" else _GEMM_DTYPES.get(op.dtype)
         m, n, k = op.shape
         width = 1.0 if op.dtype == "fp8" else 2.0  # bytes that the measured kernels read of a weight
@@ -259,10 +271,12 @@ class SystemTables:
             return None  # weights are widened inside the product: another kernel, which nobody measured
         table = self.gemm(dtype, device) if dtype else None
         answer = table.time((n, k), m) if table is not None else None
-        if answer is not None and dtype == "fp8" and op.name in self._facts.narrowed_before:
-            narrowing = self.narrowing(device)
-            saved = narrowing.time((float(k),), m) if narrowing is not None else None
-            return _less(answer, saved.seconds if saved is not None else None, "narrowed by the kernel before")
+        if answer is None or dtype != "fp8":
+            return answer
+        if self._facts.dynamic and not dynamic:
+            answer = _less(answer, _at(self.scaling(device), k, m), "the scale of the input is stored")
+        if op.name in self._facts.narrowed_before:
+            answer = _less(answer, _at(self.narrowing(device), k, m), "narrowed by the kernel before")
         return answer
 
     def gemm(self, dtype: str, device: DeviceSpec) -> KernelTable | None:
@@ -395,6 +409,12 @@ def _prompts(table: KernelTable, heads: int, kv_heads: int, rows: Sequence[RowSh
         return answer
     words = f"{answer.detail}, as {len(rows)} prompt(s) of {length:.0f}"
     return Answer(answer.seconds, answer.spread + 0.05, "transferred", words)
+
+
+def _at(table: KernelTable | None, k: int, m: int) -> float | None:
+    """s that a kernel over [m, k] activations takes; None where it was not measured."""
+    answer = table.time((float(k),), m) if table is not None else None
+    return None if answer is None else answer.seconds
 
 
 def _less(answer: Answer, saved: float | None, why: str) -> Answer:

@@ -1,13 +1,15 @@
 """What serving stacks do in one kernel that an op list counts as several, and what the measured tables hold.
 
     gemm in FP8       every table was measured from 16-bit inputs, so it holds the kernel that narrows them; a stack that
-                      narrows inside the kernel before (a norm, an activation, attention) saves that kernel
+                      narrows inside the kernel before (a norm, an activation, attention) saves that kernel; TensorRT-LLM's
+                      also holds one that finds the scale first, for its layers were made without one (`dynamic`)
     norms, ...        streaming kernels: bytes at the bandwidth, and per launch the least that a measured kernel takes
     host              1.5 ms for a step of few rows, 7 ms for one of 128
     rope_kv_write     one launch, or part of the measured attention
 
 Sources, read 2026-11: the collectors that made the tables (aiconfigurator, `collector/<stack>/collect_gemm.py`:
-`RowParallelLinear.forward` and `Linear.forward` on bfloat16, in CUDA graphs; `collect_attn.py`: queries, keys and
+`RowParallelLinear.forward` and `Linear.forward` on bfloat16, in CUDA graphs; weights of `collector/trtllm` come without
+`input_scale`, those of `collector/vllm` are `activation_scheme="static"`; `collect_computescale.py` timed it alone; `collect_attn.py`: queries, keys and
 values come after rotation, TensorRT-LLM's with rotation and write inside); its models, which count no narrowing before
 `o_proj` and `down_proj` under TensorRT-LLM; vLLM's compilation, which fuses norm or activation with static narrowing.
 The CPU's part: 0.5 to 2 ms of planning and 1 to 5 ms of preparing inputs in a step of vLLM (inference-sim, issue 482),
@@ -27,19 +29,21 @@ from dataclasses import dataclass, field
 class Stack:
     """narrowed_before: linears whose FP8 input is narrowed (one scale a tensor) by the kernel before.
 
+    dynamic: FP8 products with one scale a tensor were measured with the search for the scale of their input.
     launches: of elementwise ops that are not one; 0 where the measured attention does it.
     host_step, host_row: s of CPU work for a step and for each of its rows (planning, inputs, outputs).
     """
 
     narrowed_before: frozenset[str] = frozenset()
     launches: Mapping[str, int] = field(default_factory=dict)
+    dynamic: bool = False
     host_step: float = 1.5e-3
     host_row: float = 4.3e-5
 
 
 STACKS = {
     "vllm": Stack(frozenset({"qkv_proj", "gate_up_proj", "down_proj"}), {"rope_kv_write": 2}),
-    "trtllm": Stack(frozenset({"o_proj", "down_proj"}), {"rope_kv_write": 0}),
+    "trtllm": Stack(frozenset({"o_proj", "down_proj"}), {"rope_kv_write": 0}, dynamic=True),
     "sglang": Stack(launches={"rope_kv_write": 2}),
 }
 STREAMING = frozenset({"norms", "rope_kv_write", "mlp_act", "embed", "sample"})

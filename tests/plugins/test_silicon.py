@@ -250,6 +250,20 @@ def test_a_stack_saves_the_narrowing_that_the_kernel_before_does(fp8: Path, stac
         assert answer.seconds == pytest.approx(95e-6 if name in narrowed else 100e-6), name
 
 
+def test_a_scale_that_the_checkpoint_holds_is_not_searched_for(fp8: Path) -> None:
+    """TensorRT-LLM's products were measured with the search; others' were not, whatever lies in their folders."""
+    for stack in ("vllm", "trtllm"):
+        write(fp8, f"quantize/{stack}", "computescale_perf", [
+            {"quant_dtype": "fp8", "m": m, "k": 4096, "latency": 0.02 if m < 4096 else 0.4} for m in (1, 64, 4096)
+        ], "1.0")  # fmt: skip
+    took = {}
+    for stack, dynamic in (("trtllm", False), ("trtllm", True), ("vllm", False)):
+        answer = model(fp8, stack=stack, dynamic=dynamic).time(product("gate_up_proj"), H100)
+        assert answer is not None
+        took[stack, dynamic] = answer.seconds * 1e6
+    assert took == {("trtllm", False): pytest.approx(80), ("trtllm", True): pytest.approx(100), ("vllm", False): 95}
+
+
 def test_a_streaming_kernel_takes_a_measured_launch_and_its_bytes(fp8: Path) -> None:
     moving = 3.0 * 64 * 4096 / (0.8 * H100.memory_bandwidth)
     norms, rope = (model(fp8).time(streaming(name), H100) for name in ("norms", "rope_kv_write"))
