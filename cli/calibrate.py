@@ -124,7 +124,7 @@ def run_calibration(
     kv_dtype: str = "auto",
 ) -> Calibrated:  # fmt: skip
     """Measure and store this machine. Ctrl-C leaves what was stored before (exit code 130). Raises TwinferError."""
-    from twinfer.cli.flags import parse_technique
+    from twinfer.cli.values import parse_technique
     from twinfer.core.dtypes import canonical_dtype, dtype_bits
     from twinfer.core.errors import ConfigError, TwinferError
 

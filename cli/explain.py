@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from twinfer.cli import show
-from twinfer.cli.flags import make_config, parse_technique
 from twinfer.cli.session import Session
+from twinfer.cli.values import make_config, parse_technique
 
 if TYPE_CHECKING:
     from twinfer.core.work import RowShape

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twinfer.cli.flags import make_config, parse_size
 from twinfer.cli.session import Session
+from twinfer.cli.values import make_config, parse_size
 
 if TYPE_CHECKING:
     from twinfer.core.config import Choice, EngineConfig
@@ -150,6 +150,7 @@ class FleetFlags:
 
         from twinfer.core.errors import ConfigError
         from twinfer.core.fleet import Fleet
+        from twinfer.core.mistakes import first_mistake
 
         if not self.asked:
             return None
@@ -190,14 +191,12 @@ class FleetFlags:
         try:
             return Fleet(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][-1])
+            wrong = first_mistake(error)
+            name = wrong.path[-1] if wrong.path else "fleet"
             option = {"repair_s": "--repair", "boot_s": "--boot-time", "interval_s": "--scale-interval",
                       "down_after_s": "--scale-down-after",
                       "replicas": "--replicas" if g["prefill_replicas"] is None else "--prefill-replicas"}.get(name, "--" + name.replace("_", "-"))  # fmt: skip
-            raise ConfigError(
-                option, first.get("input"), first["msg"].lower(), "see `twinfer simulate --help`"
-            ) from None
+            raise ConfigError(option, wrong.value, wrong.problem, wrong.fix) from None
 
     def _router(self, name: str, text: str) -> Choice:
         from twinfer.core.config import Choice, parse_choice
@@ -212,12 +211,16 @@ class FleetFlags:
         from twinfer.core.errors import ConfigError
 
         fields = {name: getattr(config, name) for name in config.model_fields_set}
+        seen: set[str] = set()
         for text in self.given["decode_engine"] or ():
             name, eq, raw = text.partition("=")
             name = name.strip().replace("-", "_")
             if not eq or name not in EngineConfig.model_fields:
                 known = ", ".join(EngineConfig.model_fields)
                 raise ConfigError("--decode", text, "not a field of an engine and its value", f"fields: {known}")
+            if name in seen:
+                raise ConfigError("--decode", text, f"{name} is given twice", "give it once")
+            seen.add(name)
             try:
                 fields[name] = json.loads(raw)
             except json.JSONDecodeError:

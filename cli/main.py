@@ -3,6 +3,7 @@
 Invariants
 * `twinfer --help` imports neither pydantic nor numpy, torch, pyarrow or streamlit: commands import what they need.
 * Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback.
+* A question that was answered with no (it does not fit, no fleet will do) ends with exit code 3, also with `--json`.
 * With `--json`, stdout holds one JSON document and nothing else; progress and notes go to stderr.
 * Ctrl-C ends with exit code 130, after the part of the run that is done has been saved.
 """
@@ -19,9 +20,11 @@ from typer.core import TyperGroup
 
 from twinfer.cli import calibrate, demo, explain, facts, memory, plan, plugins, quality, replay, runs, serve
 from twinfer.cli.session import Session
+from twinfer.cli.usage import UsageError, check_options, message_of
 
+_WORDS = "twinfer.words"
+"""Where the context keeps the command that was found, until its options can be known."""
 _GLOBAL_WITH_VALUE = ("-p", "--plugin-module", "--plugins-dir")
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer keeps it in a private module
 
 
 class Commands(TyperGroup):
@@ -41,8 +44,10 @@ class Commands(TyperGroup):
 
             close = get_close_matches(args[0], list(self.commands), n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise _UsageError(f"no such command {args[0]!r}; {hint}known: {', '.join(self.commands)}")
-        return super().resolve_command(ctx, args)
+            raise UsageError(f"no such command {args[0]!r}; {hint}known: {', '.join(self.commands)}")
+        name, command, rest = super().resolve_command(ctx, args)
+        ctx.meta[_WORDS] = (name, command, rest)
+        return name, command, rest
 
 
 app = typer.Typer(
@@ -62,7 +67,8 @@ app = typer.Typer(
     twinfer run --model smollm2-135m --requests 8 --input-len 64 --output-len 32
     twinfer compare --model smollm2-135m --requests 8 --input-len 64 --output-len 32
     """.replace("\n    twinfer", "\n\n    twinfer"),
-    epilog="Plugins can add commands: `twinfer plugins` lists them. Each command explains itself: `twinfer run --help`.",
+    epilog="Plugins can add commands: `twinfer plugins` lists them. Each command explains itself: `twinfer run --help`. "
+    "Exit codes: 0 done, 1 a check failed, 2 a mistake in what was asked, 3 answered, and the answer is no, 130 stopped.",
 )
 
 
@@ -92,6 +98,8 @@ def _global(
         typer.echo(ctx.get_help())
         raise typer.Exit()
     ctx.obj = Session(plugin_module or (), plugins_dir or ())
+    name, command, words = ctx.meta[_WORDS]
+    check_options(command, type(ctx)(command, info_name=name, parent=ctx), words)
 
 
 runs.add_commands(app)
@@ -108,12 +116,12 @@ demo.add_commands(app)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run one command line; the exit code: 0, 2 for a user's mistake, 3 for the answer no, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if args is None else args)
     try:
         code = app(args=_global_first(given), prog_name="twinfer", standalone_mode=False)
-    except _UsageError as error:
-        return _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+    except UsageError as error:
+        return _fail(message_of(error))
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -71,6 +71,8 @@ def memory(
 ) -> None:
     """Where the memory goes, rank by rank, with the equations; whether it fits a device, and what would make it fit.
 
+    Exit code 3, also with --json: it does not fit the device.
+
     Examples:
 
     twinfer memory --model llama-2-70b --context 8192 --json
@@ -81,6 +83,8 @@ def memory(
 
     twinfer memory --model deepseek-v3 --device h200-sxm --tp 4 --dp 4 --ep 16
     """
+    if device is None:
+        _refuse_without_device(ctx, "memory_fraction")
     answer = memory_answer(
         ctx.obj, model=model, context=context, batch=batch, dtype=dtype, kv_dtype=kv_dtype, attention=attention,
         quant=quant, kv_cache=kv_cache, device=device, layout=(tp, pp, cp, dp, ep), memory_fraction=memory_fraction,
@@ -93,7 +97,13 @@ def memory(
     )  # fmt: skip
     if as_json:
         show.print_json(answer)
-        return
+    else:
+        _print(answer)
+    if answer.get("fits") is False:
+        raise typer.Exit(show.NO)
+
+
+def _print(answer: dict[str, Any]) -> None:
     each = " per device" if answer["num_devices"] > 1 else ""
     table = show.new_table(f"{answer['model']}, {answer['batch']} x {answer['context']} tokens{each}", "", "", "")
     for name in ("weight_bytes", "kv_bytes_per_token", "kv_bytes", "state_bytes", "activation_bytes", "total_bytes"):
@@ -103,7 +113,7 @@ def memory(
     show.print_table(table)
     if "note" in answer:
         print(f"note: {answer['note']}")
-    if device is None:
+    if "device" not in answer:
         return
     _print_ranks(answer)
     if not answer["fits"]:
@@ -117,6 +127,16 @@ def memory(
         + ("" if expected is None else f", {expected:.1f} of the lengths expected")
     )
     print(f"num_blocks = {answer['equations']['num_blocks']}")
+
+
+def _refuse_without_device(ctx: typer.Context, name: str) -> None:
+    """ConfigError for an option that only says something about a device."""
+    from twinfer.core.errors import ConfigError
+
+    source = ctx.get_parameter_source(name)
+    if source is not None and source.name == "COMMANDLINE":
+        option = "--" + name.replace("_", "-")
+        raise ConfigError(option, ctx.params[name], "what fits is asked of no device", "give --device too")
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -152,7 +172,7 @@ def memory_answer(
     whether one sequence fits, the pool the engine would have there, and what would make it fit (`fixes`).
     typical: options of a synthetic workload whose lengths are expected.
     """
-    from twinfer.cli.flags import make_config
+    from twinfer.cli.values import make_config
     from twinfer.core.catalog import resolve_spec
     from twinfer.core.config import Choice, parse_choice
     from twinfer.core.device import all_devices, load_device
@@ -188,6 +208,8 @@ def memory_answer(
             fields[key] = limit
     config = make_config(fields).model_copy(update={"max_model_len": max(2, context)})
     lengths = _typical_lengths(typical, plain)
+    if lengths and device is None:
+        raise ConfigError("--input-len", typical["input_len"], "what fits is asked of no device", "give --device too")
     registry = session.registry
     if device is not None:
         on = load_device(device, registry)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from twinfer.cli import show
-from twinfer.cli.flags import Scenario, make_config, takes_workload
+from twinfer.cli.flags import Scenario, takes_workload
+from twinfer.cli.values import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -184,6 +185,7 @@ def plan(
     twinfer plan --resume FILE
 
     Every answer was simulated as a whole fleet and kept every promise. Ctrl-C leaves a file that --resume goes on with.
+    Exit code 3, also with --json: no fleet keeps the promises.
     """
     from twinfer.core.errors import ConfigError
     from twinfer.simulator.plan import plan as search
@@ -218,6 +220,8 @@ def plan(
         _print(found, path)
     if not found.complete:
         raise typer.Exit(show.STOPPED)
+    if found.answer is not None and not found.answer.fleets:
+        raise typer.Exit(show.NO)
 
 
 def default_path(question: Question) -> Path:
@@ -251,7 +255,7 @@ def _axes(
     session: Session, *, device: list[str] | None, tries: list[str] | None, **given: Any
 ) -> dict[str, tuple[Any, ...]]:
     """Field of `EngineConfig` -> values to try."""
-    from twinfer.cli.flags import parse_technique
+    from twinfer.cli.values import parse_technique
     from twinfer.core.config import EngineConfig
     from twinfer.core.device import device_files, load_device
     from twinfer.core.dtypes import canonical_dtype

@@ -83,7 +83,7 @@ def measured(run: str, runs_dir: Path | None) -> RunRecord:
 
 def config_for(record: RunRecord, run: str, given: dict[str, Any]) -> EngineConfig:
     """The run's own settings; those of a log as they were `given`."""
-    from twinfer.cli.flags import make_config
+    from twinfer.cli.values import make_config
     from twinfer.core.config import Choice, parse_choice
     from twinfer.core.errors import ConfigError
     from twinfer.simulator.replay import config_of

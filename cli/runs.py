@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from twinfer.cli import show
-from twinfer.cli.flags import Scenario, ScenarioCommand, takes_scenario
+from twinfer.cli.flags import Scenario, takes_scenario
 from twinfer.cli.fleet_flags import FleetFlags, takes_fleet
+from twinfer.cli.technique_flags import ScenarioCommand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

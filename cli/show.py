@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from twinfer.core.records import RunRecord
     from twinfer.core.run_store import RunSummary
 
+NO = 3
+"""Exit code of a question that was answered, with no: it does not fit, no fleet will do."""
 STOPPED = 130
 """Exit code after Ctrl-C, as shells report it."""
 
@@ -291,6 +293,6 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 __all__ = [
-    "STOPPED", "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number", "percent",
+    "NO", "STOPPED", "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number", "percent",
     "print_json", "print_table", "progress", "record_tables", "runs_table", "seconds", "size", "title",
 ]  # fmt: skip

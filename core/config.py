@@ -47,6 +47,8 @@ def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
         key, eq, raw = part.partition("=")
         if not eq or not key.strip():
             raise ConfigError(option, text, f"option {part!r} has no value", "write NAME:option=value,option=value")
+        if key.strip() in options:
+            raise ConfigError(option, text, f"{key.strip()!r} is given twice", "give each option once")
         try:
             options[key.strip()] = json.loads(raw)
         except json.JSONDecodeError:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
 from twinfer.core.link import load_link, load_link_if_known
+from twinfer.core.mistakes import first_mistake
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -227,10 +228,11 @@ def read_device(path: str | Path, registry: Registry | None = None) -> DeviceSpe
     try:
         return _with_links(DeviceSpec.model_validate(found), path, registry)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        wrong = first_mistake(error)
         known = ", ".join(DeviceSpec.model_fields)
-        raise ConfigError("--device", str(path), f"{where}: {first['msg']}", f"fields: {known}") from None
+        raise ConfigError(
+            "--device", str(path), f"{wrong.where or 'the file'} {wrong.problem}", f"{wrong.fix}; fields: {known}"
+        ) from None
 
 
 def _with_links(spec: DeviceSpec, path: Path, registry: Registry | None) -> DeviceSpec:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+_SHOWN = 120
+"""Characters of a value that a message repeats."""
+
 
 class TwinferError(Exception):
     """Base of every error a user can cause; `str(error)` is one line that says what to change."""
@@ -23,11 +26,16 @@ class ConfigError(TwinferError):
 
     def __init__(self, option: str, value: object, problem: str, fix: str) -> None:
         self.option, self.value, self.problem, self.fix = option, value, problem, fix
-        given = "" if value is None else f"={value!r}"
+        given = "" if value is None else f"={_short(value)}"
         super().__init__(f"{option}{given}: {problem}; {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.option, self.value, self.problem, self.fix))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
 
 
 class PluginError(TwinferError):

@@ -34,7 +34,7 @@ class Autoscaler(Checked):
     new requests and ends those that it has.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(ge=1)
@@ -63,7 +63,7 @@ class Autoscaler(Checked):
 class Failure(Checked):
     """Replica `replica` fails at `at` seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     replica: int = Field(ge=0)
     at: float = Field(ge=0)
@@ -86,7 +86,7 @@ class Fleet(Checked):
     load_bandwidth: B/s per device at which a starting replica reads its weights.  boot_s: what else it takes to start.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     engine: EngineConfig
     replicas: int = Field(default=1, ge=1, le=4096)

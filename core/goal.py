@@ -25,7 +25,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.records import RequestRecord, percentile
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
-_FORM = re.compile(r"\s*(\w+)\s*\.\s*(mean|p\d+(?:\.\d+)?)\s*<=?\s*([0-9.eE+-]+)\s*(s|ms|us)?\s*", re.ASCII)
+_FORM = re.compile(r"\s*(\w+)\s*\.\s*(mean|p\d+(?:\.\d+)?)\s*(<=?)\s*([0-9.eE+-]+)\s*(s|ms|us)?\s*", re.ASCII)
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, None: 1.0}
 _FIX = "write METRIC.STATISTIC<=SECONDS, e.g. ttft.p95<=1 or tpot.p95<=50ms"
 
@@ -63,7 +63,9 @@ def parse_goal(text: str, option: str = "--slo") -> Goal:
     found = _FORM.fullmatch(text)
     if found is None:
         raise ConfigError(option, text, "is no promise that can be kept", _FIX)
-    metric, statistic, number, unit = found.groups()
+    metric, statistic, sign, number, unit = found.groups()
+    if sign == "<":
+        raise ConfigError(option, text, "a value at its limit keeps the promise, too", "write <=")
     if metric not in METRICS:
         raise ConfigError(option, text, f"no such metric {metric!r}", f"use one of {', '.join(METRICS)}")
     try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.mistakes import first_mistake
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -83,10 +84,11 @@ def read_link(path: Path) -> LinkSpec:
     except OSError as error:
         raise ConfigError("link", str(path), f"cannot be read ({error.strerror})", "check the path") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        wrong = first_mistake(error)
         known = ", ".join(LinkSpec.model_fields)
-        raise ConfigError("link", str(path), f"{where}: {first['msg']}", f"fields: {known}") from None
+        raise ConfigError(
+            "link", str(path), f"{wrong.where or 'the file'} {wrong.problem}", f"{wrong.fix}; fields: {known}"
+        ) from None
     except ValueError as error:
         raise ConfigError("link", str(path), f"is not a JSON file ({error})", "give a link file") from None
 

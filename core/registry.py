@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 from twinfer.core import hookspecs
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.observers import Observers
 from twinfer.core.technique import KINDS
 
@@ -195,16 +196,15 @@ def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> Bas
     try:
         return model(**choice.options)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        wrong = first_mistake(error)
         known = ", ".join(model.model_fields) or "none"
-        if first["type"] == "extra_forbidden":
+        if wrong.kind == "extra_forbidden":
             raise ConfigError(
-                option, str(choice), f"{choice.name} has no option {field!r}", f"its options: {known}"
+                option, str(choice), f"{choice.name} has no option {wrong.where!r}", f"its options: {known}"
             ) from None
         raise ConfigError(
-            option, str(choice), f"{choice.name}: {field}={first.get('input')!r} {first['msg'].lower()}",
-            f"its options: {known}",
+            option, str(choice), f"{choice.name}: {wrong.where}={wrong.value!r} {wrong.problem}",
+            f"{wrong.fix}; its options: {known}",
         ) from None  # fmt: skip
 
 

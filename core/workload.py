@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
 from twinfer.core.images import check_images, with_images
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.params import MAX_SAMPLES, SamplingParams
 from twinfer.core.request import Request
 from twinfer.core.session import Follows
@@ -206,13 +207,13 @@ def make_workload(**given: Any) -> Workload:
     try:
         return Workload(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else "workload"
-        if first["type"] == "extra_forbidden":
+        wrong = first_mistake(error)
+        field = wrong.field or "workload"
+        if wrong.kind == "extra_forbidden":
             known = ", ".join(Workload.model_fields)
-            raise ConfigError(field, first["input"], "no such workload option", f"known options: {known}") from None
+            raise ConfigError(field, wrong.value, "no such workload option", f"known options: {known}") from None
         option = {"num_requests": "--requests"}.get(field, "--" + field.replace("_", "-"))
-        raise ConfigError(option, first["input"], first["msg"].lower(), "see `twinfer simulate --help`") from None
+        raise ConfigError(option, wrong.value, wrong.problem, wrong.fix) from None
 
 
 def _within(option: str, value: int, most: int) -> None:

@@ -22,6 +22,7 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import DeviceSpec, all_devices, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.goal import Goal, parse_goals
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, make_workload
 
@@ -239,9 +240,9 @@ def _alone(question: Question, name: str, value: Any) -> None:
     try:
         EngineConfig(**{**question.base, "device": question.axes["device"][0], name: value})
     except ValidationError as error:
-        first = error.errors()[0]
-        if name in map(str, first["loc"]):
-            raise ConfigError(_option(name), value, first["msg"].lower(), "see `twinfer plan --help`") from None
+        wrong = first_mistake(error)
+        if wrong.field == name:
+            raise ConfigError(_option(name), value, wrong.problem, wrong.fix) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError, RequestError
 from twinfer.core.events import Abort, Submit
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.params import SamplingParams
 from twinfer.core.registry import Registry
 from twinfer.core.request import Request
@@ -353,9 +354,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     try:
         return EngineConfig(model=model, **options)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "options"
+        wrong = first_mistake(error)
         known = ", ".join(f for f in EngineConfig.model_fields if f != "model")
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(name, first["input"], "no such option", f"known options: {known}") from None
-        raise ConfigError(name, first["input"], first["msg"].lower(), "see twinfer.EngineConfig") from None
+        if wrong.kind == "extra_forbidden":
+            raise ConfigError(wrong.where, wrong.value, "no such option", f"known options: {known}") from None
+        raise ConfigError(wrong.where or "options", wrong.value, wrong.problem, wrong.fix) from None

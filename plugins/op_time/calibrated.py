@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Technique
 from twinfer.core.work import Op, visible_pairs
@@ -316,10 +317,9 @@ def calibration_of(device: DeviceSpec) -> Calibration | None:
     try:
         calibration = Calibration.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        wrong = first_mistake(error)
         raise ConfigError(
-            "--device", device.name, f"calibration.{where}: {first['msg'].lower()}", "run `twinfer calibrate` again"
+            "--device", device.name, f"calibration.{wrong.where} {wrong.problem}", "run `twinfer calibrate` again"
         ) from None
     _read[id(given)] = (given, calibration)
     return calibration

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twinfer.core import technique
 from twinfer.core.errors import ConfigError
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Technique
 from twinfer.core.work import MoEShape, Op, visible_pairs
@@ -186,10 +187,9 @@ def curves_of(device: DeviceSpec) -> Curves | None:
     try:
         curves = Curves.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        wrong = first_mistake(error)
         raise ConfigError(
-            "--device", device.name, f"efficiency.{where}: {first['msg'].lower()}", "repair the device file"
+            "--device", device.name, f"efficiency.{wrong.where} {wrong.problem}", "repair the device file"
         ) from None
     _curves[key] = (given, curves)
     return curves

@@ -22,7 +22,11 @@ class Ran:
 
     @property
     def json(self) -> Any:
-        assert self.code == 0, self.err
+        return self.json_with(0)
+
+    def json_with(self, code: int) -> Any:
+        """The JSON document that came with this exit code."""
+        assert self.code == code, (self.code, self.err)
         return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
     def is_error(self, *words: str) -> None:

@@ -65,16 +65,17 @@ def test_every_rank_of_a_layout_and_typical_lengths(cli: Callable) -> None:
 
 
 def test_fixes_are_part_of_the_answer(cli: Callable) -> None:
-    answer = cli("memory", "--model", "llama-3.1-70b", "--device", "l40s", "--tp", "2", "--json").json
+    answer = cli("memory", "--model", "llama-3.1-70b", "--device", "l40s", "--tp", "2", "--json").json_with(3)
     assert answer["fits"] is False and any(fix["fits"] for fix in answer["fixes"])
     assert any(not fix["fits"] and fix["spare_bytes"] < 0 for fix in answer["fixes"])
 
 
 def test_what_does_not_fit_says_what_would(cli: Callable) -> None:
-    answer = cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--json").json
+    answer = cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--json").json_with(3)
     assert answer["fits"] is False and "--tp 2" in answer["problem"]
-    assert "does not fit" in cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm").out
-    many = cli("memory", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--batch", "100000", "--json").json
+    told = cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm")
+    assert "does not fit" in told.out and told.code == 3
+    many = cli("memory", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--batch", "100000", "--json").json_with(3)
     assert many["fits"] is False and "--batch" in many["problem"]
 
 

@@ -140,7 +140,7 @@ def test_help_shows_options_of_techniques(cli: Callable) -> None:
     [("1GiB", 2**30), ("1.5 GB", 15 * 10**8), ("512k", 2**19), ("1e9", 10**9), ("42", 42), ("3b", 3)],
 )
 def test_sizes(text: str, expected: int) -> None:
-    from twinfer.cli.flags import parse_size
+    from twinfer.cli.values import parse_size
 
     assert parse_size("--x", text) == expected
 
@@ -219,7 +219,7 @@ def test_a_second_ctrl_c_ends_at_once(cli: Callable, tiny_llama_dir: Path, tmp_p
         (("--op-time-model", "nope"), ("--op-time-model", "nope")),
         (("--workload", "nope"), ("--workload", "nope")),
         (("--scheduler", "continuous:chunks=3"), ("chunks", "chunk_size")),
-        (("--scheduler", "continuous:chunk_size=many"), ("chunk_size", "integer")),
+        (("--scheduler", "continuous:chunk_size=many"), ("chunk_size", "whole number")),
         (("--scheduler", "continuous:chunk_size=0"), ("chunk_size", "0")),
         (("--kv-cache", "paged:block_size"), ("block_size", "has no value")),
         (("--scheduler.nothing", "3"), ("--scheduler.nothing",)),
@@ -256,7 +256,7 @@ def test_mistakes(
 ) -> None:
     given = dict.fromkeys(args[::2])
     sizes = [] if {"--num-kv-blocks", "--kv-memory-bytes"} & given.keys() else ["--num-kv-blocks", "64"]
-    number = [] if "--prompt" in given else ["--requests", "2"]
+    number = [] if {"--prompt", "--requests"} & given.keys() else ["--requests", "2"]
     ran = cli(world, "--model", tiny_llama_dir, *sizes, *number, *args, "--json")
     ran.is_error(*words)
     assert list(Path.home().rglob("record.json")) == []  # nothing was saved

@@ -99,7 +99,7 @@ def test_every_command_has_help_with_an_example_and_json(cli: Callable, command:
         (("simulate",), ("--model",)),
         (("simulate", "--model"), ("--model",)),
         (("memory",), ("--model",)),
-        (("memory", "--model", "llama-2-7b", "--batch", "many"), ("--batch", "integer")),
+        (("memory", "--model", "llama-2-7b", "--batch", "many"), ("--batch='many'", "whole number")),
         (("memory", "--model", "llama-2-7b", "extra"), ("extra",)),
         (("--nonsense",), ("--nonsense",)),
         (("-p",), ("-p",)),

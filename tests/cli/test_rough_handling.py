@@ -39,6 +39,27 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     ],
 )
 def test_nothing_is_accepted_and_ignored(cli: Callable, args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    base = [word for word in SIM if "--requests" not in args or word not in ("--requests", "3")]
+    cli(*base, *args).is_error(*words)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--tp", "1", "--tp", "2"), ("--tp", "2 times")),
+        (("--save",), ("--save", "2 times")),
+        (("--runs-dir", ""), ("--runs-dir=''", "is empty")),
+        (("--replicas", "2,2"), ("--replicas='2,2'", "is no whole number")),
+        (("--pp", "0"), ("--pp=0", "is too small", "at least 1")),
+        (("--kv-latency", "inf", "--prefill-replicas", "1", "--decode-replicas", "1"), ("--kv-latency=inf", "finite")),
+        (("--scheduler", "continuous:chunk_size=8,chunk_size=9"), ("--scheduler", "given twice")),
+        (("--scheduler", "continuous:chunk_size=8", "--scheduler.chunk-size", "9"), ("--scheduler.chunk-size", "once")),
+        (("--scheduler", "x" * 999), ("--scheduler='xxx", "...'", "known")),
+    ],
+)
+def test_what_is_wrong_names_option_value_and_cure(
+    cli: Callable, args: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     cli(*SIM, *args).is_error(*words)
 
 

@@ -26,7 +26,7 @@ def served(ttft: float, tpot: float = 0.1, tokens: int = 3, reason: str | None =
     ("text", "goal"),
     [
         ("ttft.p95<=1", Goal("ttft", "p95", 1.0)), ("tpot.p95 <= 50ms", Goal("tpot", "p95", 0.05)),
-        ("e2e.p99.9<20s", Goal("e2e", "p99.9", 20.0)), ("itl.mean<=2e-2", Goal("itl", "mean", 0.02)),
+        ("e2e.p99.9<=20s", Goal("e2e", "p99.9", 20.0)), ("itl.mean<=2e-2", Goal("itl", "mean", 0.02)),
         (" ttft.p50<=900us ", Goal("ttft", "p50", 0.0009)), ("ttft.p95.0<=1", Goal("ttft", "p95", 1.0)),
     ],
 )  # fmt: skip
@@ -41,7 +41,7 @@ def test_a_goal_is_read_as_written(text: str, goal: Goal) -> None:
         ("ttft<=1", "METRIC.STATISTIC"), ("ttfp.p95<=1", "ttft, tpot, itl, e2e"), ("ttft.p0<=1", "p1 to p100"),
         ("ttft.p101<=1", "percentile"), ("ttft.p95>=1", "METRIC"), ("ttft.p95<=", "METRIC"), ("ttft.p95<=0", "above 0"),
         ("ttft.p95<=-1", "above 0"), ("ttft.p95<=1 h", "METRIC"), ("ttft.p95<=1e999", "finite"), ("ttft.p95<=1e", "number"),
-        ("ttft.max<=1", "METRIC"), ("", "METRIC"),
+        ("ttft.max<=1", "METRIC"), ("", "METRIC"), ("<", "METRIC"), ("ttft.p95<1", "write <="),
     ],
 )  # fmt: skip
 def test_what_is_no_goal_is_refused_in_words(text: str, word: str) -> None:

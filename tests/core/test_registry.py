@@ -95,7 +95,7 @@ def test_options_are_checked_by_the_technique() -> None:
     assert isinstance(cache, Paged) and cache.options.block_size == 32
     with pytest.raises(ConfigError, match="paged has no option 'block'; its options: block_size, prefix_sharing"):
         registry.build("kv_cache", Choice(name="paged", options={"block": 32}))
-    with pytest.raises(ConfigError, match=r"block_size=0 input should be greater than or equal to 1; its options"):
+    with pytest.raises(ConfigError, match=r"block_size=0 is too small; give at least 1; its options"):
         registry.build("kv_cache", Choice(name="paged", options={"block_size": 0}))
     with pytest.raises(ConfigError, match="contiguous has no option 'x'; its options: none"):
         registry.build("kv_cache", Choice(name="contiguous", options={"x": 1}))
