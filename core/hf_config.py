@@ -32,11 +32,12 @@ GEMMA = ("gemma2", "gemma3_text")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 QWEN2_BIAS = ("qwen2", "qwen2_moe", "mimo")
 """Biases on q, k and v, none on the projection back."""
+NO_OUT_BIAS = (*QWEN2_BIAS, "glm4", "glm4_moe")
 QK_NORM = (
-    "qwen3", "qwen3_moe", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2",
+    "qwen3", "qwen3_moe", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2", "olmo2", "olmo3",
 )  # fmt: skip
 OUTPUT_GATE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-PARTIAL = ("phi3", "glm4_moe", "minimax_m2", *OUTPUT_GATE)
+PARTIAL = ("phi3", "glm4", "glm4_moe", "minimax_m2", *OUTPUT_GATE)
 """Families that turn part of each head by position."""
 
 
@@ -70,6 +71,8 @@ def _read(c: Fields, family: str) -> ModelSpec:
         partial = c.count("rotary_dim") / c.count("head_dim", hidden // max(heads, 1))
     if partial != 1.0 and family not in PARTIAL:
         raise ModelError(f"{c.name}: partial_rotary_factor={partial} is not known for {FAMILIES[family]}")
+    if family == "ernie4_5":
+        c.must_be("use_bias", c.get("use_bias"), None, False)
     c.must_be("use_bidirectional_attention", c.get("use_bidirectional_attention"), None, False)
     gemma = family in GEMMA
     bias = bool(c.get("attention_bias", False))
@@ -90,11 +93,13 @@ def _read(c: Fields, family: str) -> ModelSpec:
         max_context=rope.max_context,
         tie_embeddings=bool(c.get("tie_word_embeddings", gemma)),
         attention_bias=family in QWEN2_BIAS or bias,
-        attention_out_bias=bias and family not in (*QWEN2_BIAS, "glm4_moe"),
+        attention_out_bias=bool(c.get("attention_out_bias"))
+        if family == "seed_oss"
+        else bias and family not in NO_OUT_BIAS,
         mlp_bias=bool(c.get("mlp_bias", False)),
         gated_mlp=family != "nemotron_h",
         qk_norm=family in QK_NORM or (family == "glm4_moe" and bool(c.get("use_qk_norm", False))),
-        wide_qk_norm=family == "minimax_m2",
+        wide_qk_norm=family in ("minimax_m2", "olmo2", "olmo3"),
         hidden_act=str(c.get("hidden_activation") or c.get("mlp_hidden_act") or c.get("hidden_act") or "silu"),
         norm_eps=c.number("layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps", 1e-6),
         rope_theta=rope.theta,
@@ -106,9 +111,9 @@ def _read(c: Fields, family: str) -> ModelSpec:
         logit_softcap=c.cap("final_logit_softcapping"),
         query_scale=_mla_query_scale(mla, rope.scaling) if mla else query_scalar and float(query_scalar) ** -0.5,
         attention_sinks=family == "gpt_oss",
-        embed_scale=hidden**0.5 if gemma else 1.0,
-        norms_per_layer=4 if gemma else 2,
-        norm_plus_one=gemma or family in OUTPUT_GATE,
+        embed_scale=hidden**0.5 if gemma or family == "gemma" else 1.0,
+        norms_per_layer=4 if gemma or family == "glm4" else 2,
+        norm_plus_one=gemma or family == "gemma" or family in OUTPUT_GATE,
         moe=read_experts(c, family, layers),
         mla=mla,
         linear_attention=layers.linear,
@@ -132,6 +137,8 @@ def _width(c: Fields, family: str) -> int:
     """Columns of a dense MLP; models whose layers are all experts may leave it out."""
     if family == "llama4_text":
         return c.count("intermediate_size_mlp", 16384, least=1)
+    if family == "granitemoehybrid":  # what all tokens pass through; experts have `intermediate_size`
+        return c.count("shared_intermediate_size", 1024, least=1)
     default = c.get("moe_intermediate_size") if family == "qwen3_5_moe_text" else None
     return c.count("intermediate_size", default, least=1)
 
@@ -161,11 +168,13 @@ def _windows(c: Fields, family: str, layers: Layers) -> tuple[int | None, ...]:
     if family == "llama4_text":
         return layers.windows
     window, num_layers = c.get("sliding_window"), layers.count
-    if window is None or (family.startswith(("qwen", "mimo")) and not c.get("use_sliding_window", False)):
+    if window is None or (family.startswith(("qwen", "mimo", "smollm3")) and not c.get("use_sliding_window", False)):
         return ()
     types = c.kinds("layer_types", num_layers)
     if types is not None:
         slides = [t == "sliding_attention" for t in types]
+    elif family == "olmo3":
+        slides = [(i + 1) % 4 != 0 for i in range(num_layers)]
     elif family in ("gemma2", "gpt_oss"):
         slides = [i % 2 == 0 for i in range(num_layers)]
     elif family == "gemma3_text":

@@ -43,6 +43,14 @@ def read_experts(c: Fields, family: str, layers: Layers) -> MoESpec | None:
             score_bias=bool(c.get("use_routing_bias", True)),
             scoring="sigmoid",
         )
+    if family == "granitemoehybrid" and c.count("num_local_experts", 0):
+        return MoESpec(
+            num_experts=c.count("num_local_experts"),
+            top_k=c.count("num_experts_per_tok"),
+            intermediate_size=c.count("intermediate_size", least=1),
+            num_shared=1,
+            shared_intermediate_size=c.count("shared_intermediate_size", 1024, least=1),
+        )
     if family == "jamba" and layers.experts:
         return MoESpec(
             num_experts=c.count("num_experts", 16),

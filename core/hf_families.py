@@ -21,7 +21,10 @@ FAMILIES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "llama4_text": "Llama4ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM", "nemotron_h": "NemotronHForCausalLM", "mimo": "MiMoForCausalLM",
-    "jamba": "JambaForCausalLM", "falcon_h1": "FalconH1ForCausalLM",
+    "jamba": "JambaForCausalLM", "falcon_h1": "FalconH1ForCausalLM", "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM", "gemma": "GemmaForCausalLM", "glm4": "Glm4ForCausalLM", "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
 }  # fmt: skip
 """model_type -> architecture class, as in config.json."""
 
@@ -68,7 +71,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     "qwen3_moe": {"sliding_window": 4096},
-    "gpt_oss": {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5},
+    "gpt_oss": {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
     "qwen3_next": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "qwen3_5_moe_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
@@ -77,6 +80,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"hidden_act": "relu2"},
     "falcon_h1": {"rms_norm_eps": 1e-5},
+    "granitemoehybrid": {"num_key_value_heads": 8},
+    "smollm3": {"tie_word_embeddings": True},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "gemma": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "glm4": {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "seed_oss": {"head_dim": 128, "attention_bias": True, "attention_out_bias": False},
+    "ernie4_5": {"head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
 }  # fmt: skip
 """What Hugging Face's configuration class of a family assumes where config.json says nothing (null is something)."""
 

@@ -48,6 +48,8 @@ def read_layers(c: Fields, family: str) -> Layers:
         return _jamba(c, count)
     if family == "falcon_h1":
         return _falcon_h1(c, count)
+    if family == "granitemoehybrid":
+        return _granite(c, count)
     if family in GATED_DELTA:
         return _gated_delta(c, count)
     if family == "llama4_text":
@@ -153,6 +155,30 @@ def _falcon_h1(c: Fields, count: int) -> Layers:
         normed=bool(c.get("mamba_rms_norm", False)),
     )
     return Layers(count, ("both",) * count, linear=linear)
+
+
+def _granite(c: Fields, count: int) -> Layers:
+    """Granite 4: Mamba-2 or attention in each layer."""
+    types = c.kinds("layer_types", count) or c.kinds("layers_block_type", count)
+    if types is None:
+        raise ModelError(f"{c.name}: config.json lacks 'layer_types'; give the whole file")
+    unknown = sorted({*types} - MIXERS.keys())
+    if unknown:
+        raise ModelError(f"{c.name}: config.json has layer_types {', '.join(unknown)}, which are not known")
+    heads, width = c.count("mamba_n_heads", 128, least=1), c.get("mamba_d_head", "auto")
+    linear = LinearAttentionSpec(
+        kind="mamba2",
+        key_heads=c.count("mamba_n_groups", 1),
+        value_heads=heads,
+        key_dim=c.count("mamba_d_state", 256),
+        value_dim=c.count("mamba_expand", 2) * c.count("hidden_size") // heads
+        if width == "auto"
+        else c.count("mamba_d_head"),
+        conv_width=c.count("mamba_d_conv", 4),
+        conv_bias=bool(c.get("mamba_conv_bias", True)),
+        proj_bias=bool(c.get("mamba_proj_bias", False)),
+    )
+    return Layers(count, tuple(MIXERS[t] for t in types), linear=linear)
 
 
 def _chunks(c: Fields, count: int) -> tuple[int | None, ...]:

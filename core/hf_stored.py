@@ -1,7 +1,8 @@
 """How a quantized checkpoint stores its weights, from `quantization_config` of a Hugging Face config.
 
     fp8                 one format for all block linears, per tensor or per block of weights
-    gptq, awq           integers in groups
+    gptq, awq, auto-round   integers in groups
+    fbgemm_fp8          FP8 with a scale per row; bitsandbytes: 8 bits, or 4 with a scale per 64 weights
     mxfp4               routed experts only (GPT-OSS)
     compressed-tensors  groups of linears, each with its format; names or patterns of what stays wide
     modelopt            the same, or one algorithm and the modules it leaves out
@@ -26,7 +27,7 @@ from twinfer.core.errors import ModelError
 from twinfer.core.hf_fields import Fields
 from twinfer.core.spec import ModelSpec
 
-KNOWN = "fp8, gptq, awq, mxfp4 (experts), compressed-tensors, modelopt"
+KNOWN = "fp8, fbgemm_fp8, gptq, awq, auto-round, bitsandbytes, mxfp4 (experts), compressed-tensors, modelopt"
 SCALE_BITS = 16
 COMPUTE = {("float", 4): "fp4", ("float", 8): "fp8", ("int", 8): "int8"}
 ALGORITHMS: Mapping[str, tuple[float, str]] = {
@@ -69,7 +70,12 @@ def with_stored_format(spec: ModelSpec, c: Fields) -> ModelSpec:
             narrow = Format(bits, "fp8")
             return _averaged(stored, lambda linear: None if any(map(left_out, linear.names)) else narrow)
         return replace(stored, weight_bits=bits, linear_dtype="fp8")
-    if method in ("gptq", "awq"):
+    if method in ("fbgemm_fp8", "bitsandbytes"):
+        names = q.get("modules_to_not_convert") or q.get("llm_int8_skip_modules") or ()
+        left_out = _matcher([str(module) for module in names])
+        narrow = Format(8.0, "fp8") if method == "fbgemm_fp8" else _bitsandbytes(c.name, q)
+        return _averaged(stored, lambda linear: None if any(map(left_out, linear.names)) else narrow)
+    if method in ("gptq", "awq", "auto-round"):
         bits, group = int(q.get("bits", 4)), int(q.get("group_size", 128))
         # one fp16 scale and one packed zero point per group; group -1 is one group per output channel
         return replace(stored, weight_bits=bits + ((SCALE_BITS + bits) / group if group > 0 else 0.0))
@@ -78,6 +84,16 @@ def with_stored_format(spec: ModelSpec, c: Fields) -> ModelSpec:
     if method in ("compressed-tensors", "modelopt"):
         return _by_name(stored, q)
     raise ModelError(f"{c.name}: weights stored as {method!r} are not known; known: {KNOWN}")
+
+
+def _bitsandbytes(name: str, q: Mapping[str, Any]) -> Format:
+    """8 bits with a scale per row, computed in int8; or 4 bits with a float32 scale per 64 weights, which may itself be 8 bits
+    with a float32 per 256 of them (QLoRA, arXiv:2305.14314)."""
+    if q.get("load_in_8bit"):
+        return Format(8.0, "int8")
+    if not q.get("load_in_4bit"):
+        raise ModelError(f"{name}: bitsandbytes weights are neither load_in_8bit nor load_in_4bit; give the whole file")
+    return Format(4 + (8 / 64 + 32 / (64 * 256) if q.get("bnb_4bit_use_double_quant") else 32 / 64), "")
 
 
 def _by_name(spec: ModelSpec, q: Mapping[str, Any]) -> ModelSpec:
