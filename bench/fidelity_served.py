@@ -124,8 +124,8 @@ def setting(row: dict[str, str]) -> Setting:
     0.5.6 on; before, the flag is misspelt and left out). TensorRT-LLM's Qwen3-32B in fp8 is Qwen/Qwen3-32B-FP8
     (`tools/automation/README.md`, 1.0.0rc3), whose scales are per block.
     Defaults of the stacks: TensorRT-LLM feeds prompts whole and admits only what fits at its full length
-    (GUARANTEED_NO_EVICT); its Llama fuses all-reduce and norm, its Qwen3 does not (`_torch/models`); its KV pool is 90 %
-    of what is free after loading.  SGLang plans ahead and runs prompts alone.  vLLM plans ahead by default from 0.14 on.
+    (GUARANTEED_NO_EVICT); its Llama fuses all-reduce and norm where hidden states are wider than 4,096, its Qwen3 does
+    not (`_torch/models`); its KV pool is 90 % of what is free after loading.  SGLang plans ahead and runs prompts alone.  vLLM plans ahead by default from 0.14 on.
     """
     stack, fp8 = row["backend"], row["gemm_quant_mode"].startswith("fp8")
     published = row["silicon_data_source"].startswith("source_file=2026-04-06.csv")
@@ -137,7 +137,7 @@ def setting(row: dict[str, str]) -> Setting:
         return Setting(
             Choice(name="continuous", options={"chunked_prefill": False, "admission": "whole"}), True,
             "fp8" if fp8 else "", isl + osl if published else room, published, kind,
-            fused_all_reduce="llama" in row["model_path"].lower() and int(row["tp_size"]) > 1, after_loading=True,
+            fused_all_reduce="Llama-3.1-70B" in row["model_path"] and int(row["tp_size"]) > 1, after_loading=True,
         )  # fmt: skip
     if stack == "sglang":
         mixed = not row["backend_version"].startswith("0.5.1")
