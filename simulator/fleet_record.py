@@ -60,8 +60,8 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
     guesses = Guesses()
     for replica in run.replicas:
         guesses.merge(replica.recorder.guesses)
-    if (found := guesses.metrics()) is not None:
-        record.metrics["speculation"] = found
+    if (counts := guesses.metrics()) is not None:
+        record.metrics["speculation"] = counts
     peaks = [part.metrics["peak_kv_bytes"] for part in parts if part.metrics["peak_kv_bytes"] is not None]
     record.metrics["peak_kv_bytes"] = max(peaks, default=None)  # pools may differ in bytes per token
     record.metrics["replicas"] = [

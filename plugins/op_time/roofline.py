@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twinfer.core import technique
+from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.errors import ConfigError
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.op_time import OpTime
@@ -170,8 +171,9 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
         share = on_curve(curves.attention_compute, math.sqrt(2 * pairs))
         seconds += rows * flops_a_pair * pairs / (share * peak)
         words.append(f"{rows} x {queries} queries on {total} keys at {share:.0%} of peak")
-    if decode_keys < keys:  # few queries, as where guesses are checked, read all the KV too
-        seconds = max(seconds, curves.attention_overhead + read(op.bytes))
+    if decode_keys < keys:  # few queries, as where guesses are checked, read the KV that one would
+        more = sum(r.queries - 1 for r in op.rows) * op.shape[0] * (op.shape[2] + op.shape[3]) * dtype_bytes(op.dtype)
+        seconds = max(seconds, curves.attention_overhead + read(max(0.0, op.bytes - more)))
     return seconds, "; ".join(words[:3])
 
 
