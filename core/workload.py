@@ -299,8 +299,16 @@ def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadS
             return found
     if workload.trace is not None and not Path(workload.trace).is_file():
         raise ConfigError("--trace", workload.trace, "no such file", "check the path")
+    name = workload.trace or ""
+    why = (
+        ": it is empty"
+        if name and not Path(name).stat().st_size
+        else ": unpack it first"
+        if name.endswith(".gz")
+        else ""
+    )
     raise ConfigError(
-        "--trace", workload.trace, "no workload plugin can read it",
+        "--trace", workload.trace, f"no workload plugin can read it{why}",
         f"give a file for one of: {', '.join(registry.names('workload'))}",
     )  # fmt: skip
 
@@ -360,6 +368,9 @@ def generate(
         times = [t / workload.rate_scale for t in times]
     order = sorted(range(len(sessions)), key=lambda i: times[i])  # stable: ties keep the file's order
     requests: list[Request] = []
+    sampling: dict[
+        tuple[int, float | None], SamplingParams
+    ] = {}  # many requests are alike, and checking one takes long
     thinking = chances_of(source, "thinking", workload) if workload.think_time else None
     for i in order:
         history = 0
@@ -368,11 +379,14 @@ def generate(
             if think_s is None and turn and thinking is not None:
                 think_s = -workload.think_time * math.log1p(-next(thinking))
             follows = Follows(requests[-1].id, think_s or 0.0, history) if turn else None
+            params = sampling.get((draft.output_len, draft.temperature))
+            if params is None:
+                params = sampling[draft.output_len, draft.temperature] = _params(workload, draft)
             requests.append(
                 Request(
                     id=f"r{len(requests)}",
                     prompt=draft.prompt,
-                    params=_params(workload, draft),
+                    params=params,
                     arrival=times[i],
                     eos_token_ids=eos_token_ids,
                     follows=follows,

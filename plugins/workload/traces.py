@@ -13,7 +13,7 @@ import csv
 import json
 import math
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, overload
 
@@ -45,15 +45,26 @@ def csv_rows(workload: Workload, columns: Sequence[str]) -> Iterator[tuple[int, 
         reader = csv.DictReader(file)
         header = reader.fieldnames or []
         for column in columns:
-            if column not in header:
+            if list(header).count(column) > 1:
                 raise ConfigError(
-                    "--trace", workload.trace, f"column {column} is missing (it has: {', '.join(header) or 'none'})",
+                    "--trace", workload.trace, f"column {column} is there twice", "name one of them otherwise"
+                )
+            if column not in header:
+                other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
+                hint = f"; commas must be between columns, not {other!r}" if other else ""
+                raise ConfigError(
+                    "--trace", workload.trace, f"column {column} is missing (it has: {', '.join(header) or 'none'}){hint}",
                     f"give a CSV with the columns {', '.join(columns)}",
                 )  # fmt: skip
         for number, row in enumerate(reader, 2):
             short = next((c for c in columns if row[c] is None), None)
             if short is not None:
                 raise ConfigError("--trace", workload.trace, f"row {number} has no {short}", "repair that row")
+            if None in row:  # what the header has no names for
+                raise ConfigError(
+                    "--trace", workload.trace, f"row {number} has {len(row[None])} cells more than the header",
+                    "repair that row, or name the columns",
+                )  # fmt: skip
             yield number, row
 
 
@@ -160,17 +171,16 @@ class MooncakeTrace(PoissonArrivals):
                     )  # fmt: skip
             num_in = _count(workload, where, "input_length", row["input_length"])
             num_out = _count(workload, where, "output_length", row["output_length"])
-            try:
-                when = float(row["timestamp"]) / 1000
-                ids = tuple(int(i) for i in row.get("hash_ids", ()))
-                if not math.isfinite(when):
-                    raise ValueError
-            except (TypeError, ValueError, OverflowError):
+            when = _milliseconds(workload, where, row["timestamp"]) / 1000
+            ids = _block_ids(workload, where, row.get("hash_ids"))
+            if ids and len(ids) * self.BLOCK < num_in:
                 raise ConfigError(
-                    "--trace", workload.trace, f"{where}: timestamp or hash_ids is not a number", "repair that line"
-                ) from None
-            shared = num_in if len(ids) * self.BLOCK >= num_in else 0
-            if shared:
+                    "--trace", workload.trace,
+                    f"{where}: {len(ids)} hash_ids of {self.BLOCK} tokens do not cover input_length={num_in}",
+                    "repair that line, or leave hash_ids out",
+                )  # fmt: skip
+            shared = num_in if ids else 0
+            if ids:
                 ids = tuple(i + setting.loop * _LOOP for i in ids)
                 prompt: Sequence[int] = BlockPrompt(ids, num_in, workload.seed, setting.vocab_size, self.BLOCK)
             else:
@@ -260,6 +270,10 @@ def _reading(workload: Workload) -> Iterator[Path]:
     try:
         yield path
     except UnicodeDecodeError:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        if packed:
+            raise ConfigError("--trace", workload.trace, "is compressed (gzip)", "unpack it with gunzip") from None
         raise ConfigError("--trace", workload.trace, "not a UTF-8 text file", "give a CSV or JSONL file") from None
     except csv.Error as error:
         raise ConfigError("--trace", workload.trace, f"not a CSV file ({error})", "repair the file") from None
@@ -276,6 +290,8 @@ def _nonempty(workload: Workload, drafts: list[Draft]) -> list[Draft]:
 def _count(workload: Workload, where: str, field: str, value: Any) -> int:
     try:
         number = int(value)
+        if isinstance(value, str) and not (value.strip().isascii() and value.strip().isdigit()):  # int() takes 1_0, too
+            number = -1
         if isinstance(value, bool) or (isinstance(value, float) and number != value):
             number = -1
     except (TypeError, ValueError, OverflowError):
@@ -292,8 +308,34 @@ def _count(workload: Workload, where: str, field: str, value: Any) -> int:
 
 def _seconds(workload: Workload, where: str, value: Any) -> float:
     try:
-        return datetime.fromisoformat(str(value)).timestamp()
+        when = datetime.fromisoformat(str(value))
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()  # no zone of a machine shifts a trace
     except ValueError:
         raise ConfigError(
             "--trace", workload.trace, f"{where}: TIMESTAMP={value!r} is not a date and time", "repair that row"
         ) from None
+
+
+def _milliseconds(workload: Workload, where: str, value: Any) -> float:
+    try:
+        when = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        when = math.nan
+    if not math.isfinite(when):
+        raise ConfigError(
+            "--trace",
+            workload.trace,
+            f"{where}: timestamp={value!r} is not a number of milliseconds",
+            "repair that line",
+        )
+    return when
+
+
+def _block_ids(workload: Workload, where: str, value: Any) -> tuple[int, ...]:
+    """Names of the blocks of a prompt; none where the line has none."""
+    found = [] if value is None else value
+    if not isinstance(found, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in found):
+        raise ConfigError(
+            "--trace", workload.trace, f"{where}: hash_ids={value!r} is not a list of whole numbers", "repair that line"
+        )
+    return tuple(found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -282,3 +284,64 @@ def test_a_ramp_goes_from_one_rate_to_the_other() -> None:
 def test_loads_that_contradict_themselves_are_refused(given: dict[str, Any], option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         make_workload(**given)
+
+
+MOONCAKE = '{"timestamp": %s, "input_length": 600, "output_length": 5, "hash_ids": %s}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", AZURE.replace(",", ";"), "commas must be between columns, not ';'"),
+        ("a.csv", AZURE.replace(",", "\t"), "commas must be between columns, not '\\t'"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,4,3,9,9\n", "row 5 has 2 cells more than the header"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,1_0,3\n", "row 5: ContextTokens='1_0'"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,\u0661\u0662,3\n", "row 5: ContextTokens="),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,,3\n", "row 5: ContextTokens=''"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,nan,3\n", "row 5: ContextTokens='nan'"),
+        ("a.csv", "TIMESTAMP,ContextTokens,ContextTokens,GeneratedTokens\n", "column ContextTokens is there twice"),
+        ("a.csv", "2023-11-16 18:15:51,4,3\n", "column TIMESTAMP is missing"),
+        ("a.jsonl", MOONCAKE % ("true", "[1, 2]"), "line 1: timestamp=True"),
+        ("a.jsonl", MOONCAKE % (0, "[1.5, 2]"), "line 1: hash_ids=[1.5, 2]"),
+        ("a.jsonl", MOONCAKE % (0, '"12"'), "line 1: hash_ids='12'"),
+        ("a.jsonl", MOONCAKE % (0, "[1]"), "1 hash_ids of 512 tokens do not cover input_length=600"),
+        ("a.jsonl", "", "it is empty"),
+        ("a.csv.gz", "\x1f", "unpack it first"),
+    ],
+)
+def test_nothing_of_a_dirty_file_is_dropped_in_silence(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        made(Workload(trace=str(path)))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_compressed_files_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(gzip.compress(AZURE.encode()))
+    with pytest.raises(ConfigError, match="gunzip"):
+        made(Workload(trace=str(tmp_path / "a.csv")))
+
+
+@pytest.mark.parametrize("change", [lambda s: "\ufeff" + s, lambda s: s.replace("\n", "\r\n"), lambda s: s + "\n\n"])
+def test_marks_line_ends_and_blank_lines_change_nothing(tmp_path: Path, change: Any) -> None:
+    for name, text in (("a.csv", AZURE), ("a.jsonl", MOONCAKE % (0, "[1, 2]") + MOONCAKE % (5, "[1, 3]"))):
+        requests = []
+        for content in (text, change(text)):
+            (tmp_path / name).write_bytes(content.encode())
+            requests.append(made(Workload(trace=str(tmp_path / name))))
+        assert requests[0] == requests[1] and len(requests[0]) > 1
+
+
+def test_rows_in_any_order_and_times_of_no_zone_are_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 2023-03-26 clocks of Berlin went from 2:00 to 3:00: a trace knows nothing of that."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        rows = ["2023-03-26 03:30:00,30,1", "2023-03-26 01:30:00,10,1", "2023-03-26 02:30:00+00:00,20,1"]
+        (tmp_path / "a.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+        requests = made(Workload(trace=str(tmp_path / "a.csv")))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [(r.arrival, len(r.prompt)) for r in requests] == [(0.0, 10), (3600.0, 20), (7200.0, 30)]
