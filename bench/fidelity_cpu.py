@@ -3,7 +3,8 @@
     python bench/fidelity_cpu.py [--model M] [--dtype D] [--quant gguf ...] [--repeats 3] [--calibrate] [--json FILE]
 
 Formats and workloads are interleaved within each repeat. `--quant` takes several formats ("none" is plain --dtype);
-`--calibrate` measures each of them first (about a minute each). Ctrl-C ends after the run and reports whole rounds.
+`--calibrate` measures the machine before each repeat of a format (about a minute each), as `twinfer calibrate` does, and
+compares the middle of the predictions with the middle of the runs. Ctrl-C ends after the run and reports whole rounds.
 
 Run it on a quiet machine: two-thread torch on shared cores is easily 10 times slower than alone.
 """
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from twinfer.core.config import Choice, EngineConfig
@@ -56,7 +58,14 @@ class Engines:
             engine.close()
 
 
-def measured_lines(model: str, dtype: str, quantizers: list[str], repeats: int, num_mixed: int = 200) -> list[Line]:
+def measured_lines(
+    model: str,
+    dtype: str,
+    quantizers: list[str],
+    repeats: int,
+    num_mixed: int = 200,
+    calibrate: Callable[[str], None] | None = None,
+) -> list[Line]:
     """The lines of the fidelity table, for other benches."""
     stop = [False]
     previous = signal.signal(signal.SIGINT, lambda number, frame: stop.__setitem__(0, True))
@@ -64,8 +73,9 @@ def measured_lines(model: str, dtype: str, quantizers: list[str], repeats: int, 
         with tempfile.TemporaryDirectory() as folder:
             cases = [*CASES] + ([mixed(Path(folder) / "mixed.jsonl", num_mixed)] if num_mixed else [])
             return fidelity(
-                Engines(), model, dtype, repeats, cases, report=note, quantizers=quantizers, should_stop=lambda: stop[0]
-            )
+                Engines(), model, dtype, repeats, cases, report=note, quantizers=quantizers, should_stop=lambda: stop[0],
+                calibrate=calibrate,
+            )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -81,22 +91,26 @@ def main() -> int:
     parser.add_argument("--quant", nargs="+", default=["none"], help="formats, each a quantizer or none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mixed", type=int, default=200, help="how many mixed requests; 0 leaves them out")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine first")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine before each repeat")
+    parser.add_argument("--budget", type=float, default=55.0, help="seconds of each of these measurements")
     parser.add_argument("--json", metavar="FILE", help="store the lines as JSON, too")
     given = parser.parse_args()
     quantizers = ["" if q == "none" else q for q in given.quant]
     begin = time.monotonic()
     note(f"load before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} CPUs")
-    if given.calibrate:
-        for quantizer in quantizers:
-            chosen = Choice.model_validate(quantizer) if quantizer else None
-            result = calibrate(measure, given.model, given.dtype, quantizer=chosen)
-            runs = ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in result.runs.items())
-            note(
-                f"calibrated {quantizer or given.dtype} in {result.seconds:.0f} s: own steps within {result.error[0]:.1%} "
-                f"(middle), {result.error[1]:.1%} (largest); drift {result.drift:.1%}; runs over steps: {runs}"
-            )
-    lines = measured_lines(given.model, given.dtype, quantizers, given.repeats, given.mixed)
+
+    def calibrated(quantizer: str) -> None:
+        chosen = Choice.model_validate(quantizer) if quantizer else None
+        result = calibrate(measure, given.model, given.dtype, budget_s=given.budget, quantizer=chosen)
+        runs = ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in result.runs.items())
+        note(
+            f"calibrated {quantizer or given.dtype} in {result.seconds:.0f} s: own steps within {result.error[0]:.1%} "
+            f"(middle), {result.error[1]:.1%} (largest); drift {result.drift:.1%}; runs over steps: {runs}"
+        )
+
+    lines = measured_lines(
+        given.model, given.dtype, quantizers, given.repeats, given.mixed, calibrated if given.calibrate else None
+    )
     note(f"load after: {os.getloadavg()[0]:.2f}; {time.monotonic() - begin:.0f} s")
     print(table(lines))
     if given.json:

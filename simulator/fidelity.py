@@ -6,6 +6,8 @@ Invariants
 * The four workloads share no prompt length with the steps that calibration times, and nothing is fitted here.
 * Real runs of all workloads and formats are repeated in turn; each metric is the middle of its repeats, and their spread
   is reported with it: an error below it means nothing.
+* Where the machine is calibrated for the comparison, that is done anew before each repeat of a format, and a prediction is
+  the middle of the repeats' predictions: tables and runs meet the same slow and fast minutes of a shared machine.
 * The noise floor of the machine comes from the repeats themselves: what identical runs differ by.
 """
 
@@ -101,43 +103,57 @@ def fidelity(
     report: Callable[[str], None] = lambda message: None,
     quantizers: Sequence[str] = ("",),
     should_stop: Callable[[], bool] = lambda: False,
+    calibrate: Callable[[str], None] | None = None,
 ) -> list[Line]:
-    """Predict every case in every format, then run each `repeats` times for real, in turn.
+    """Predict every case in every format and run it for real, `repeats` times in turn.
 
     quantizers: the formats, "" for none.  should_stop: asked before each run; the lines are then of whole rounds.
+    calibrate: measures the machine in one of the formats, before each repeat of its cases; None leaves it as it is known.
     """
-    pairs = [(quantizer, case) for quantizer in quantizers for case in cases]
-    predicted = {
-        (q, c.name): simulate(c.config(model, dtype, q), c.workload, registry) for q, c in pairs
-    }  # fmt: skip
-    rounds: list[dict[tuple[str, str], RunRecord]] = []
+    rounds: list[dict[tuple[str, str], tuple[RunRecord, RunRecord]]] = []
     for repeat in range(repeats):
-        done: dict[tuple[str, str], RunRecord] = {}
-        for quantizer, case in pairs:
-            if should_stop():
-                break
-            report(f"run {repeat + 1} of {repeats}: {quantizer or dtype}, {case.name}")
-            done[quantizer, case.name] = run_real(case.config(model, dtype, quantizer), case.workload)
-        if len(done) < len(pairs):
+        done: dict[tuple[str, str], tuple[RunRecord, RunRecord]] = {}
+        for quantizer in quantizers:
+            if calibrate is not None and not should_stop():
+                calibrate(quantizer)
+            for case in cases:
+                if should_stop():
+                    break
+                config = case.config(model, dtype, quantizer)
+                if calibrate is None and rounds:
+                    ours = rounds[0][quantizer, case.name][0]
+                else:
+                    ours = simulate(config, case.workload, registry)
+                report(f"run {repeat + 1} of {repeats}: {quantizer or dtype}, {case.name}")
+                done[quantizer, case.name] = ours, run_real(config, case.workload)
+        if len(done) < len(quantizers) * len(cases):
             break
         rounds.append(done)
     if not rounds:
         return []
     lines = []
-    for quantizer, case in pairs:
-        ours = predicted[quantizer, case.name]
-        guesses = flat(ours.metrics)
-        seen = [flat(done[quantizer, case.name].metrics) for done in rounds]
-        for metric in TARGETS:
-            if case.batch == 1 and metric.endswith(".p95"):
-                continue  # the one request is its median already
-            values = sorted(s[metric] for s in seen)
-            middle = values[len(values) // 2]
-            lines.append(
-                Line(case.name, metric, middle, guesses[metric], (values[-1] - values[0]) / middle,
-                     ours.intervals.get(metric), quantizer or dtype, tuple(s[metric] for s in seen))
-            )  # fmt: skip
+    for quantizer in quantizers:
+        for case in cases:
+            pairs = [done[quantizer, case.name] for done in rounds]
+            guesses, seen = ([flat(pair[side].metrics) for pair in pairs] for side in (0, 1))
+            for metric in TARGETS:
+                if case.batch == 1 and metric.endswith(".p95"):
+                    continue  # the one request is its median already
+                values = [s[metric] for s in seen]
+                real, predicted = middle(values), middle([g[metric] for g in guesses])
+                bands = [ours.intervals.get(metric) for ours, _ in pairs]
+                known = [band for band in bands if band is not None]
+                band = (middle([low for low, _ in known]), middle([high for _, high in known])) if known else None
+                lines.append(
+                    Line(case.name, metric, real, predicted, (max(values) - min(values)) / real, band,
+                         quantizer or dtype, tuple(values))
+                )  # fmt: skip
     return lines
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median; of an even number, the upper one of the two in the middle."""
+    return sorted(values)[len(values) // 2]
 
 
 def noise_floor(lines: Sequence[Line]) -> tuple[float, float]:

@@ -39,6 +39,28 @@ def test_formats_and_cases_are_interleaved_and_a_stop_keeps_whole_rounds() -> No
     assert fidelity(run_real, cases=CASES[:1], registry=REGISTRY, should_stop=lambda: True) == []
 
 
+def test_a_calibration_precedes_each_repeat_of_a_format_and_the_middle_prediction_counts() -> None:
+    order: list[str] = []
+
+    def measured(quantizer: str) -> None:
+        order.append(f"calibrate {quantizer or 'float32'}")
+
+    slow = iter((1.0, 3.0, 2.0))
+
+    def run(config: EngineConfig, workload: Workload) -> RunRecord:
+        order.append(f"run {config.quantizer or config.dtype}")
+        record = run_real(config, workload)
+        record.metrics["output_throughput"] *= next(slow)
+        return record
+
+    lines = fidelity(run, repeats=3, cases=CASES[:1], registry=REGISTRY, calibrate=measured)
+    assert order == ["calibrate float32", "run float32"] * 3
+    throughput = lines[0]
+    assert throughput.metric == "output_throughput" and throughput.error == pytest.approx(-0.5)
+    assert [value / throughput.predicted for value in throughput.repeats] == pytest.approx([1, 3, 2])
+    assert throughput.spread == pytest.approx(1.0)
+
+
 def test_mixed_requests_have_the_lengths_that_the_name_says(tmp_path: Path) -> None:
     case = mixed(tmp_path / "mixed.jsonl")
     requests = generate(case.workload, 1000, 2048, registry=REGISTRY)
