@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -11,8 +11,6 @@ from twinfer.plugins.quantizer.what_if import WhatIf, with_kv
 
 if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec
-
-GROUP = "values of a vector that share a scale; 0 is "
 
 
 class KVFP8(WhatIf):
@@ -24,34 +22,34 @@ class KVFP8(WhatIf):
         return with_kv(model, "fp8")
 
 
-class KVInt8(WhatIf):
-    name = "kv-int8"
+class KVIntegers(WhatIf):
+    """Integers with a float16 scale per group; `stored` says as ."""
+
+    stored: ClassVar[str]
+
+    class Options(Base):
+        group_size: int = Field(
+            default=0, ge=0, le=4096,
+            description="values of a vector that share a scale; 0 is the whole vector of a head (int8) or 32 (int4)",
+        )  # fmt: skip
+        zero_point: bool = Field(default=False, description="an offset beside every scale")
+
+    options: Options
+
+    def adapt_model(self, model: ModelSpec) -> ModelSpec:
+        return with_kv(model, self.stored, self.options.group_size, self.options.zero_point)
+
+
+class KVInt8(KVIntegers):
+    name, stored = "kv-int8", "int8"
     summary = "KV cache in 8-bit integers, a float16 scale per token and head"
     reference = "Hooper et al.: KVQuant (arXiv:2401.18079)"
 
-    class Options(Base):
-        group_size: int = Field(default=0, ge=0, le=4096, description=GROUP + "the whole vector of a head")
-        zero_point: bool = Field(default=False, description="an offset beside every scale")
 
-    options: Options
-
-    def adapt_model(self, model: ModelSpec) -> ModelSpec:
-        return with_kv(model, "int8", self.options.group_size, self.options.zero_point)
-
-
-class KVInt4(WhatIf):
-    name = "kv-int4"
+class KVInt4(KVIntegers):
+    name, stored = "kv-int4", "int4"
     summary = "KV cache in 4-bit integers, a float16 scale per 32 values"
     reference = "Liu et al.: KIVI (arXiv:2402.02750)"
-
-    class Options(Base):
-        group_size: int = Field(default=0, ge=0, le=4096, description=GROUP + "32")
-        zero_point: bool = Field(default=False, description="an offset beside every scale")
-
-    options: Options
-
-    def adapt_model(self, model: ModelSpec) -> ModelSpec:
-        return with_kv(model, "int4", self.options.group_size, self.options.zero_point)
 
 
 class KVFP4(WhatIf):
