@@ -79,7 +79,7 @@ def scenario_options(
         typer.Option(
             rich_help_panel=_TECHNIQUES,
             metavar="NAME[:OPT=VAL,...]",
-            help="What guesses tokens ahead: draft, ngram, medusa or eagle.",
+            help="What guesses tokens ahead: draft, ngram, medusa, eagle or lookahead.",
         ),
     ] = None,
     op_time: Annotated[

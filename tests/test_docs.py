@@ -30,6 +30,7 @@ DOCUMENTS = (
     "docs/op-times.md",
     "docs/capacity-planning.md",
     "docs/memory.md",
+    "docs/speculation.md",
     *(
         f"docs/what-ifs/{name}.md"
         for name in (
@@ -40,6 +41,9 @@ DOCUMENTS = (
             "formats",
             "long-context",
             "experts",
+            "speculation",
+            "pools",
+            "prefix-tiers",
             "accelerators",
         )
     ),
