@@ -42,6 +42,7 @@ from twinfer.plugins.op_time.state_tables import StateTables
 
 if TYPE_CHECKING:
     from twinfer.core.device import DeviceSpec
+    from twinfer.core.spec import ModelSpec
 
 SYSTEMS = {
     "a100-sxm-40gb": "a100_sxm", "a100-sxm-80gb": "a100_sxm", "b200": "b200_sxm", "gb200": "gb200", "h100-sxm": "h100_sxm",
@@ -83,6 +84,14 @@ class Silicon(Technique):
         fused_all_reduce: bool = Field(default=False, description="the norm after an all-reduce is done in its kernel")
         folder: str | None = Field(default=None, description="folder of the tables; None takes the installed package")
 
+    qk_norm = False  # of the model whose ops are asked for
+
+    def for_model(self, model: ModelSpec) -> Silicon:
+        """The same tables for the ops of `model`."""
+        own = type(self)(self.options)
+        own.qk_norm = model.qk_norm
+        return own
+
     @classmethod
     def why_not(cls, needs: Needs) -> list[str]:
         if installed_folder() is None:
@@ -97,7 +106,10 @@ class Silicon(Technique):
         fp8 = "fp8_block" if self.options.fp8 == "block" else "fp8"
         if isinstance(op.of, MoEShape) and not op.of.skew:
             op = replace(op, of=op.of._replace(skew=self.options.skew))
-        answer = tables.time(op, device, fp8, self.options.fused_all_reduce, self.options.dynamic)
+        if op.name == "rope_kv_write":
+            answer = tables.rotation(op, device, self.qk_norm)
+        else:
+            answer = tables.time(op, device, fp8, self.options.fused_all_reduce, self.options.dynamic)
         if answer is None:
             return None
         return OpTime(answer.seconds, answer.seconds * answer.spread, answer.source, f"{tables.label}: {answer.detail}")
@@ -220,11 +232,16 @@ class SystemTables:
         table = self.narrowing(device)
         return None if table is None else min(min(curve.seconds) for curve in table.curves.values())
 
-    def _stream(self, op: Op, device: DeviceSpec) -> Answer | None:
+    def rotation(self, op: Op, device: DeviceSpec, qk_norm: bool) -> Answer | None:
+        """Queries and keys turned and, with `qk_norm`, normed before; keys and values written."""
+        return self._stream(op, device, self._facts.qk_norm if qk_norm else 0)
+
+    def _stream(self, op: Op, device: DeviceSpec, more: int = 0) -> Answer | None:
+        """more: launches beside those of the stack."""
         launch = self.launch(device)
         if launch is None:
             return None
-        launches = self._facts.launches.get(op.name, 1)
+        launches = self._facts.launches.get(op.name, 1) + more
         if not launches:
             return Answer(0.0, 0.0, "measured", "part of the measured attention")
         seconds = launches * launch + op.bytes / (STREAMED * device.memory_bandwidth)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from twinfer.core.catalog import resolve_spec
 from twinfer.core.device import load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import host_op
@@ -271,6 +272,11 @@ def test_a_streaming_kernel_takes_a_measured_launch_and_its_bytes(fp8: Path) -> 
     assert rope is not None and rope.seconds == pytest.approx(10e-6 + moving), "two launches under vLLM"
     within = model(fp8, stack="trtllm").time(streaming("rope_kv_write"), H100)
     assert within is not None and within.seconds == 0
+    for stack, launches in (("vllm", 4), ("trtllm", 1)):
+        normed = model(fp8, stack=stack).for_model(resolve_spec("qwen3-32b")).time(streaming("rope_kv_write"), H100)
+        assert normed is not None and normed.seconds == pytest.approx(launches * 5e-6 + moving), "queries and keys normed"
+    plain = model(fp8).for_model(resolve_spec("llama-3.1-8b")).time(streaming("rope_kv_write"), H100)
+    assert plain == rope
 
 
 def test_keys_and_values_are_read_in_their_own_format(fp8: Path) -> None:
