@@ -274,7 +274,7 @@ def test_a_streaming_kernel_takes_a_measured_launch_and_its_bytes(fp8: Path) -> 
     assert within is not None and within.seconds == 0
     for stack, launches in (("vllm", 4), ("trtllm", 1)):
         normed = model(fp8, stack=stack).for_model(resolve_spec("qwen3-32b")).time(streaming("rope_kv_write"), H100)
-        assert normed is not None and normed.seconds == pytest.approx(launches * 5e-6 + moving), "queries and keys normed"
+        assert normed is not None and normed.seconds == pytest.approx(launches * 5e-6 + moving)
     plain = model(fp8).for_model(resolve_spec("llama-3.1-8b")).time(streaming("rope_kv_write"), H100)
     assert plain == rope
 
