@@ -130,6 +130,28 @@ def test_generated_flags_are_the_techniques_options(cli: Callable) -> None:
     assert same["metrics"] == record["metrics"] and same["config"] == record["config"]
 
 
+def test_guesses_are_in_the_table_and_in_the_json(cli: Callable, run: Callable, tmp_path: Path) -> None:
+    profile = tmp_path / "measured.json"
+    profile.write_text('{"acceptance": [0.8, 0.5]}')
+    flags = (
+        "--speculator",
+        "medusa",
+        "--speculator.heads",
+        "2",
+        "--speculator.tree",
+        "3x2",
+        "--speculator.profile",
+        profile,
+    )
+    found = cli(*SIM, *SMALL, *flags, "--no-save", "--json").json["metrics"]["speculation"]
+    assert found["num_accepted_tokens"] + found["num_wasted_tokens"] == found["num_draft_tokens"] > 0
+    text = cli(*SIM, *SMALL, *flags, "--no-save").out
+    for word in (f"{found['mean_acceptance_length']:.2f} (1 + right guesses)", "wasted", "right at position", "pays"):
+        assert word in text
+    refused = run(*SMALL, "--speculator", "ngram")
+    assert refused.code and "no speculative decoding yet" in refused.err
+
+
 def test_help_shows_options_of_techniques(cli: Callable) -> None:
     text = cli("simulate", "--help").out
     assert "--scheduler.chunk-size" in text and "--kv-cache.block-size" in text and "static: most sequences" in text

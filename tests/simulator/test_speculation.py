@@ -14,6 +14,7 @@ from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import load_device
 from twinfer.core.errors import ConfigError
+from twinfer.core.fleet import Fleet
 from twinfer.core.layout import Layout
 from twinfer.core.plan import Need, Row, StepPlan
 from twinfer.core.provision import provision
@@ -23,6 +24,7 @@ from twinfer.core.seeds import sequence_seed
 from twinfer.core.speculation import Speculator
 from twinfer.core.work import RowShape, StepShape, step_ops
 from twinfer.core.workload import Workload
+from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.op_time import build_chain
 from twinfer.simulator.plan_space import Question, check_question
 from twinfer.simulator.run import prepare, simulate, speculation_of
@@ -344,3 +346,13 @@ def test_a_measurement_of_one_run_is_the_profile_of_another(tmp_path: Path) -> N
     ours, theirs = (r.metrics["speculation"]["mean_acceptance_length"] for r in (again, first))
     assert ours == pytest.approx(theirs, rel=0.06)
     assert "acceptance that was given (0." in again.reasons["speculator"]
+
+
+def test_a_fleet_counts_the_guesses_of_all_replicas() -> None:
+    engine = EngineConfig(model="llama-3.1-8b", device="h100-sxm", speculator=Choice.model_validate("eagle:tree=2x2"))
+    work = Workload(num_requests=12, rate=50.0, input_len=32, output_len=40)
+    record = simulate_fleet(Fleet(engine=engine, replicas=2), work, REGISTRY, bands=False)
+    found, parts = record.metrics["speculation"], [r["speculation"] for r in record.metrics["replicas"]]
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_wasted_tokens"):
+        assert found[name] == sum(part[name] for part in parts) > 0
+    assert found["break_even_batch"] > 1
