@@ -45,9 +45,10 @@ class Planner:
         self.step = core.num_steps
         # Members of a flock have their rows already: they need no more than to be counted.
         self.running = core.running if flock is None else flock.young
-        self.members: Mapping[str, object] = {} if flock is None else flock.members
-        self.max_rows = core.limits.max_rows - len(self.members)
-        self.budget = core.limits.max_num_batched_tokens - len(self.members)
+        self.members: Mapping[str, object] = {} if flock is None else flock.members.all
+        counted = 0 if flock is None else flock.num_rows
+        self.max_rows = core.limits.max_rows - counted
+        self.budget = core.limits.max_num_batched_tokens - counted
         self.staged = core.limits.num_stages > 1
         self.rows: list[Row] = []
         self.grants: list[Grant] = []

@@ -146,7 +146,8 @@ class Recorder:
                   zip(stretch.stats, [*stretch.stats[1:], (stretch.steps, None)], strict=True)]  # fmt: skip
         if self._tally is not None:
             for at, till, stats in pieces:
-                self._tally.run(times if len(pieces) == 1 else times[at : till + 1], stats, count, stretch.taken)
+                taken = stretch.taken if till == stretch.steps else ()
+                self._tally.run(times if len(pieces) == 1 else times[at : till + 1], stats, count, taken)
             return
         self._ends += [end - self.start for end in times[1:]]
         for at, till, stats in pieces:

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import simpy
 
 from twinfer.core.core import Core
-from twinfer.core.events import Abort, Blocked, Event, Idle, Output, StepDone, Submit, Tick
+from twinfer.core.events import Abort, Blocked, Decoded, Event, Idle, Output, StepDone, Submit, Tick
 from twinfer.core.executor import Executor
 from twinfer.core.flock import Flock, Run, Stretch
 from twinfer.core.loop import note_outputs, sample_ids
@@ -78,7 +79,9 @@ class SkippingEngine:
         self.now = env.now
         self._stamp = env.now  # SimPy's time where `now` is exact: it adds up delays and may be an ulp off
         self._last = env.now  # end of the latest step
-        self._plan: tuple[StepPlan, StepResult] | None = None
+        self._free = env.now  # end of the latest step that was launched
+        self._plans: deque[tuple[StepPlan, StepResult]] = deque()  # outstanding; a run follows behind them
+        self._lag = self.flock.lag
         self._run: Run | None = None
         self._times: list[float] = []  # of the run: its begin and the end of each step
         self._until = 0  # the run ends with this step (1 is the first)
@@ -91,7 +94,7 @@ class SkippingEngine:
             recorder.before_finish = self._tell_all
 
     def process(self) -> Generator[simpy.Event, Any, None]:
-        core, inbox = self.core, self.inbox
+        inbox = self.inbox
         while not inbox.failed:
             events = inbox.drain()
             if self.env.now != self._stamp:
@@ -103,29 +106,43 @@ class SkippingEngine:
                     arrived = True
                 else:
                     self._take_in(event)
-            if self._plan is None and self._run is None:
-                action = self.flock.next_step(self.now)
-                self._tell()
-                if isinstance(action, StepPlan):
-                    self._launch(action)
-                elif isinstance(action, Run):
-                    self._start(action)
-                elif isinstance(action, Idle):
-                    if inbox.closed and not core.has_work:
-                        return
-                    if action.until is not None:
-                        self._ring_at(action.until)
-                    elif inbox.closed:
-                        raise RuntimeError("the engine waits for an event that can never come")
-                else:
-                    assert isinstance(action, Blocked)
-                    if inbox.closed:
-                        raise RuntimeError("the engine waits for an event that can never come")
+            if self._run is not None and self._until == self._lag + self._taken and not self._plans:
+                self._leave_run()
+            if self._run is None and len(self._plans) <= self._lag:
+                if not self._plan_on():
+                    return
             else:
                 self._tell()
                 if arrived:
                     self._cut_short()
             yield inbox.bell()
+
+    def _plan_on(self) -> bool:
+        """Launch what there is to be launched now; False when all is done and nothing will come."""
+        inbox = self.inbox
+        while self._run is None and len(self._plans) <= self._lag:
+            action = self.flock.next_step(self.now)
+            self._tell()
+            if isinstance(action, StepPlan):
+                self._launch(action)
+            elif isinstance(action, Run):
+                self._start(action)
+            elif self._plans:  # a later plan may follow from what they give
+                break
+            elif isinstance(action, Idle):
+                if inbox.closed and not self.core.has_work:
+                    return False
+                if action.until is not None:
+                    self._ring_at(action.until)
+                elif inbox.closed:
+                    raise RuntimeError("the engine waits for an event that can never come")
+                break
+            else:
+                assert isinstance(action, Blocked)
+                if inbox.closed:
+                    raise RuntimeError("the engine waits for an event that can never come")
+                break
+        return True
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -138,12 +155,10 @@ class SkippingEngine:
 
     def _take_in(self, event: Event) -> None:
         if event is _RUN_ENDED:
-            self._take(self._until)
-            self._run = None
+            self._take(self._until - self._lag)
+            self._leave_run()
         elif isinstance(event, StepDone):
-            assert self._plan is not None
-            self.flock.step_done(*self._plan)
-            self._plan = None
+            self.flock.step_done(*self._plans.popleft())
         elif isinstance(event, Abort):
             self._single_out()
             self.core.receive(event, self.now)
@@ -158,37 +173,45 @@ class SkippingEngine:
 
     def _tell(self, now: float | None = None) -> None:
         outputs = self.core.outputs()
-        if outputs:
-            now = self.now if now is None else now
-            note_outputs(outputs, now, self.recorder, None)
-            if self.emit is not None:
-                self.emit(outputs, now)
+        if not outputs:
+            return
+        now = self.now if now is None else now
+        if self._lag and now > self._last:  # tokens of members came with the latest step
+            late = [output for output in outputs if type(output) is Decoded]
+            self._note(late, self._last)
+            outputs = [output for output in outputs if type(output) is not Decoded]
+        self._note(outputs, now)
+
+    def _note(self, outputs: Sequence[Output], now: float) -> None:
+        note_outputs(outputs, now, self.recorder, None)
+        if self.emit is not None and outputs:
+            self.emit(outputs, now)
 
     def _tell_all(self) -> None:
         """All tokens up to now, before the record is closed."""
         if self.inbox.failed:
             return
         self.settle()
-        self.flock.tell()
+        self.flock.members.tell()
         self._tell(self._last)
 
     # --- single plans ---------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
-        self._end_at(plan, self.executor.execute(plan), self.now)
+        begin = max(self.now, self._free)
+        result = self.executor.execute(plan)
+        self._end_at(plan, result, begin, begin + result.seconds)
 
-    def _end_at(self, plan: StepPlan, result: StepResult, begin: float, end: float | None = None) -> None:
-        end = begin + result.seconds if end is None else end
-        self._plan = plan, result
+    def _end_at(self, plan: StepPlan, result: StepResult, begin: float, end: float) -> None:
+        self._plans.append((plan, result))
+        self._free = end
 
         def done(event: simpy.Event) -> None:
             if self.inbox.failed:
                 return
-            assert self._plan is not None
-            plan, result = self._plan
             self._ended(end)
             if self.recorder is not None:
-                self.recorder.step(plan, result, begin, end)
+                self.recorder.step(self.core.outstanding[plan.step], result, begin, end)
             self.inbox.put(StepDone(plan.step, result))
 
         self._after(end, done)
@@ -212,16 +235,18 @@ class SkippingEngine:
     # --- runs -----------------------------------------------------------------------------------
 
     def _start(self, run: Run) -> None:
-        self._times = list(accumulate(self.executor.decode(run), initial=self.now))
+        self._times = list(accumulate(self.executor.decode(run), initial=max(self.now, self._free)))
         self._run = run
         self._until, self._taken = run.most, 0
         self._head = self.core.waiting[0][2] if self.core.waiting else None
         self._wake()
 
     def _wake(self) -> None:
-        """Be called at the end of the run as it is now planned."""
+        """Be called when what comes after the run, as it is now, must be planned."""
         self._timer += 1
-        number, end = self._timer, self._times[self._until]
+        if self._until == self._lag:  # when the plan before it is done
+            return
+        number, end = self._timer, self._times[self._until - self._lag]
 
         def done(event: simpy.Event) -> None:
             if number == self._timer and not self.inbox.failed:
@@ -239,7 +264,7 @@ class SkippingEngine:
         same = run.closed or not waiting or (run.head and waiting[0][2] is self._head)
         if same and not surely and not self._each:  # else the record has the length of the queue in every step
             return
-        until = max(1, self._taken + 1, bisect_left(self._times, self.env.now))
+        until = max(1, self._taken + 1, bisect_left(self._times, self.env.now) + self._lag)
         if until < self._until:
             self._until = until
             self._wake()
@@ -259,25 +284,31 @@ class SkippingEngine:
         self._last = self._times[until]
         self.flock.end(ended)
 
+    def _leave_run(self, planned: int | None = None) -> None:
+        """The run is over but for steps that are planned and not done, which become plans of their own."""
+        run = self._run
+        assert run is not None
+        self._run = None
+        self._timer += 1
+        for _ in range(self._lag if planned is None else planned):
+            begin, end = self._times[self._taken : self._taken + 2]
+            self._taken += 1
+            plan = self.flock.single(run)
+            self._end_at(plan, self.executor.execute(plan), begin, end)
+
     def settle(self) -> None:
         """Bring the core up to the present: steps that have ended are taken, the one under way is not."""
         if self._run is not None and not self.inbox.failed:
-            self._take(min(self._until - 1, bisect_right(self._times, self.env.now) - 1))
+            self._take(min(self._until - self._lag - 1, bisect_right(self._times, self.env.now) - 1))
 
     def _single_out(self) -> None:
         """Make the step under way an ordinary one, as an event needs the core as it is without a flock."""
         if self._run is not None:
             self.settle()
-            begin, end = self._times[self._taken], self._times[self._taken + 1]
-            plan = self.flock.single(self._run)
-            self._run = None
-            self._timer += 1
-            self._end_at(plan, self.executor.execute(plan), begin, end)
+            self.flock.plan_next(self._run)
+            self._leave_run(1 + self._lag - len(self._plans))
         self._tell()
-        if self._plan is not None:
-            self._plan = self.flock.spell_out(*self._plan)
-        else:
-            self.flock.dissolve()
+        self.flock.dissolve()
         self._tell(self._last)  # what the members had before this step
 
 

@@ -184,13 +184,11 @@ class StepTimer:
 
     def decode(self, count: int, keys: int, steps: int) -> DecodeCost:
         """Cost of `steps` steps in which `count` sequences feed a token each; `keys`: their KV tokens after the first."""
-        if self._overlap:  # what the CPU takes longer than the device is not linear
-            costs = self.decode_costs(count, keys, steps, False)
-            return DecodeCost([c.seconds for c in costs], [(1, c.sigma, 0.0) for c in costs])
         assert not self._windows
+        host = self._host(count, count, count)
         if count not in self._fixed:
-            parts = (*self._by_counts(count, count, count, (0, 0)), self._host(count, count, count))
-            self._fixed[count] = _sum(parts)
+            parts = self._by_counts(count, count, count, (0, 0))
+            self._fixed[count] = _sum(parts if self._overlap else (*parts, host))
         fixed, sigma = self._fixed[count]
         seconds: list[float] = []
         sigmas: list[tuple[int, float, float]] = []
@@ -204,10 +202,20 @@ class StepTimer:
             if end > stop:
                 end = stop
             at, growth = below.seconds, above.seconds - below.seconds
-            seconds += [fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)]
-            growth = above.sigma - below.sigma
-            first = sigma + below.sigma + growth * ((keys / count - low) / width)
-            sigmas.append(((end - keys) // count, first, growth / width))
+            spread = above.sigma - below.sigma
+            first = sigma + below.sigma + spread * ((keys / count - low) / width)
+            if not self._overlap:
+                seconds += [
+                    fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)
+                ]
+                sigmas.append(((end - keys) // count, first, spread / width))
+            else:  # what the CPU takes longer than the device counts
+                for total in range(keys, end, count):
+                    by_rows = at + growth * ((total / count - low) / width)
+                    waited = host.seconds - (fixed + by_rows)
+                    seconds.append(fixed + waited + by_rows if waited > 0 else fixed + by_rows)
+                    sigmas.append((1, first + host.sigma if waited > 0 else first, 0.0))
+                    first += spread / width
             if high < _EXACT or not high & (high - 1):  # the grid is as wide from one power of two to the next
                 width = _grid_above(high) - high
             keys, low, high, below = end, high, high + width, above
@@ -250,7 +258,7 @@ class StepTimer:
             self._sort_ops()
             assert self._present is not None
         known = self._known
-        parts = (
+        parts: tuple[Part, ...] = (
             known.get(("tokens", tokens)) or self._part("tokens", tokens, StepShape((RowShape(tokens, tokens),), 1)),
             known.get(("logits", logits)) or self._part("logits", logits, StepShape((RowShape(1, 1),), logits)),
         )
@@ -356,8 +364,8 @@ class StepTimer:
         return {key: op for key, op in self._placed(shape).items() if kinds.get(key, "rows") == kind}
 
 
-def _shape(rows: Iterable[tuple[int, int]], logits: int, *moved: int) -> StepShape:
-    return StepShape(tuple(RowShape(queries, max(queries, keys)) for queries, keys in rows), logits, *moved)
+def _shape(rows: Iterable[tuple[int, int]], logits: int, copied: int = 0, swapped: int = 0) -> StepShape:
+    return StepShape(tuple(RowShape(queries, max(queries, keys)) for queries, keys in rows), logits, copied, swapped)
 
 
 def _spread(rows: int, tokens: int, logits: int) -> StepShape:
