@@ -76,13 +76,18 @@ class StepParts:
         return max(parts, key=lambda name: parts[name])
 
 
-def step_parts(ops: Iterable[Op], shape: StepShape, chain: OpTimeChain) -> StepParts:
-    """Take the step of `ops` apart on the chain's device; `seconds` is the sum of its parts."""
+def step_parts(
+    ops: Iterable[Op], shape: StepShape, chain: OpTimeChain, more: Iterable[tuple[OpTimeChain, Op]] = ()
+) -> StepParts:
+    """Take the step of `ops` apart on the chain's device; `seconds` is the sum of its parts.
+
+    more: ops beside, with what knows their times (what a speculator drafts with).
+    """
     device = chain.device
     sums = {"compute": 0.0, "memory": 0.0, "network": 0.0, "host": 0.0}
     busy_compute = busy_memory = 0.0
-    for op in (*ops, host_op(shape)):
-        seconds = chain.time(op).seconds * op.count
+    for times, op in (*((chain, op) for op in (*ops, host_op(shape))), *more):
+        seconds = times.time(op).seconds * op.count
         if op.kind == "host":
             sums["host"] += seconds
             continue

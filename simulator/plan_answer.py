@@ -20,8 +20,9 @@ from typing import Any
 from twinfer.core.device import DeviceSpec
 from twinfer.core.goal import Goal
 from twinfer.simulator.energy import joules_per_token
-from twinfer.simulator.plan_search import LOADS, Found
-from twinfer.simulator.plan_space import Design, Question, label_of
+from twinfer.simulator.plan_designs import Design, label_of
+from twinfer.simulator.plan_search import Found
+from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import Outcome
 
 UNKNOWN = "not searched: stopped"
@@ -34,7 +35,10 @@ class Fleet:
     """One confirmed fleet, of one device type. Money in US$, times in s, `band` of the middle 80 %.
 
     cost_per_million: per million output tokens of requests that kept every limit.  goodput: largest rate in
-    requests per s at which the promises are kept.  next_limit: what breaks above it.
+    requests per s at which the promises are kept in every look (goodput_spread: the least and the most of them); clients:
+    of a closed loop, as many as it then serves.  next_limit: what breaks above it.
+    values: of the draw of the traffic that comes nearest to a limit, spread: of all `seeds` draws, band: with all steps
+    faster and slower, least and most of all looks.
     """
 
     device: str
@@ -48,8 +52,12 @@ class Fleet:
     cost_per_hour: float | None
     cost_per_million: float | None
     goodput: float
+    goodput_spread: tuple[float, float]
+    clients: int | None
     headroom: float
     values: Mapping[str, float | None]
+    spread: Mapping[str, tuple[float | None, float | None]]
+    seeds: int
     band: Mapping[str, tuple[float | None, float | None]]
     band_keeps: bool
     attained: float
@@ -69,19 +77,21 @@ class Fleet:
 class Answer:
     """fleets: cheapest first, those without a price last.  none: device -> why no fleet of it is proposed.
 
-    changed: what the answer becomes when something is different, in words and numbers.
+    changed: what the answer becomes when something is different, in words and numbers.  cheaper: fleets that cost less
+    than the answer, and the limit that each meets (`plan_neighbours.py`).
     """
 
     sentence: str
     fleets: list[Fleet]
     none: Mapping[str, str]
     changed: list[dict[str, Any]] = field(default_factory=list)
+    cheaper: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         return {
             "sentence": self.sentence, "fleets": [f.plain() for f in self.fleets], "none": dict(self.none),
-            "changed": self.changed, "notes": self.notes,
+            "changed": self.changed, "cheaper": self.cheaper, "notes": self.notes,
         }  # fmt: skip
 
 
@@ -91,36 +101,50 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
     assert design is not None and outcome is not None and design.config is not None
     price = device.price_per_hour
     cost = None if price is None else price * found.num_devices
-    band = {n: _band(v, _value(found.fast, n), _value(found.slow, n)) for n, v in outcome.values.items()}
+    draws = found.draws or [outcome]
+    spread = {n: _ends([d.values.get(n) for d in draws]) for n in outcome.values}
+    band = {
+        n: (
+            _ends([spread[n][0], *(_value(o, n) for o in found.fast)])[0],
+            _ends([spread[n][1], *(_value(o, n) for o in found.slow)])[1],
+        )
+        for n in outcome.values
+    }
+    goodputs = [rate * load for load in (found.loads or [found.load])]
+    clients = None
+    if question.workload.concurrency is not None:
+        clients = max(1, round(question.workload.concurrency * found.load))
+        served = found.at_load or outcome
+        goodputs = [served.requests_per_second * (found.share if found.at_load is not None else 1)]
     return Fleet(
         device=design.device, label=label_of(design, found.replicas), design=design.key,
         config=design.config.model_dump(mode="json"), replicas=found.replicas, num_devices=found.num_devices,
         price_per_hour=price, price_source=device.price_source, cost_per_hour=cost,
         cost_per_million=None if cost is None or not outcome.good_tokens else cost / 3600 / outcome.good_tokens * 1e6,
-        goodput=rate * found.load, headroom=found.load - 1, values=dict(outcome.values), band=band,
-        band_keeps=found.slow is not None and found.slow.keeps(question.goals), attained=outcome.attained,
+        goodput=min(goodputs), goodput_spread=(min(goodputs), max(goodputs)), clients=clients, headroom=found.load - 1,
+        values=dict(outcome.values), spread=spread, seeds=len(draws), band=band,
+        band_keeps=bool(found.slow) and all(o.keeps(question.goals) for o in found.slow), attained=outcome.attained,
         busy=outcome.busy, requests_per_second=outcome.requests_per_second, tokens_per_second=outcome.tokens_per_second,
         watts=None if outcome.watts is None else outcome.watts * found.num_devices,
         joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
-        next_limit=next_limit(found.breaks, question.goals, design) if found.breaks or found.load >= LOADS[-1] else UNKNOWN,
+        next_limit=next_limit(found.breaks, question.goals, design, found.load) if found.loads else UNKNOWN,
     )  # fmt: skip
 
 
-def _band(value: float | None, fast: float | None, slow: float | None) -> tuple[float | None, float | None]:
-    """From the fast end to the slow one, the value itself between them; None at the end of a queue that only grows."""
-    if value is None:
-        return (fast, slow)
-    return (value if fast is None else min(value, fast), None if slow is None else max(value, slow))
+def _ends(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Least and most; None, which is what is not served or known, is beyond all that is."""
+    known = [v for v in values if v is not None]
+    return (min(known, default=None), None if len(known) < len(values) else max(known, default=None))
 
 
 def _value(outcome: Outcome | None, name: str) -> float | None:
     return None if outcome is None or outcome.hopeless else outcome.values.get(name)
 
 
-def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design) -> str:
+def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design, load: float = 1.0) -> str:
     """What stops a fleet whose outcome just above its goodput is `breaks`."""
     if breaks is None:
-        return f"none up to {LOADS[-1]:g} times the traffic"
+        return f"none up to {load:.3g} times the traffic"
     if breaks.failed:
         return f"memory: requests cannot be served ({breaks.failed_why})"
     broken = breaks.broken(goals)
@@ -171,8 +195,8 @@ def ranked(fleets: Iterable[Fleet]) -> list[Fleet]:
     )
 
 
-def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, complete: bool) -> str:
-    """The answer in one sentence."""
+def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, complete: bool, less: str = "") -> str:
+    """The answer in one sentence. less: why a replica less does not do."""
     if not fleets:
         if not complete:
             return "The search was stopped before a fleet was confirmed."
@@ -186,18 +210,23 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
         if best.cost_per_hour is not None and best.cost_per_million is not None
         else "no price is known"
     )
-    above = f"{best.headroom:+.0%} traffic" if best.headroom >= 0.005 else "the very next bit of traffic"
+    clients = question.workload.concurrency
+    traffic = f"{rate:.3g} requests/s" if clients is None else f"{clients} clients"
+    unit = "traffic" if clients is None else "clients"
+    above = f"{best.headroom:+.0%} {unit}" if best.headroom >= 0.005 else f"the very next bit of {unit}"
     limit = (
         f"the next limit, at {above}, is {best.next_limit}" if "none" not in best.next_limit[:4] else best.next_limit
     )
     if best.next_limit.startswith("none"):
-        limit = f"no limit is met up to {1 + best.headroom:g} times the traffic"
+        limit = f"no limit is met up to {1 + best.headroom:.3g} times the {unit}"
     use = f"{1 / (1 + best.headroom):.0%} of its goodput in use; {limit}"
+    if less:
+        use += f"; {less}"
     if best.next_limit == UNKNOWN:
         use = "how much more it could serve was not searched"
     start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
     stopped = "" if complete else " of those searched before the stop"
-    return f"{start}{stopped} for {question.model} at {rate:.3g} requests/s is {best.label}: {money}, {kept}, {use}."
+    return f"{start}{stopped} for {question.model} at {traffic} is {best.label}: {money}, {kept}, {use}."
 
 
 def _time(seconds: float | None) -> str:

@@ -6,7 +6,8 @@ On one device type, where cost is the number of devices:
     screen                  cheapest first; the first gets its smallest fleet by galloping and bisection, each later one
                             is first tried with the most replicas that are no dearer than the best so far
     confirm                 the best of those that were screened, smallest fleet on the whole fleet and all traffic
-    finish                  goodput at the SLO by bisection over the rate and the 80 % band, with one replica of the fleet
+    finish                  goodput at the SLO by bisection over the rate (of a closed loop, over its clients) and the 80 % band,
+                            with one replica of the fleet, several times: other replicas, other draws of the traffic
 
 Assumption: more replicas never break a promise that fewer keep, and more traffic never mends one.
 
@@ -18,32 +19,60 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias, TypeVar
 
 from twinfer.core.goal import Goal
-from twinfer.simulator.plan_space import Design, Question
+from twinfer.simulator.plan_designs import Design
+from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, SCREEN, Outcome, Trial
 
 T = TypeVar("T")
 Search: TypeAlias = Generator[list[Trial], list[Outcome], T]
-Level: TypeAlias = Callable[[str, int], str]
+
+
+class Scope(Protocol):
+    """What of the traffic a trial sees (`plan_trial.Evaluator`)."""
+
+    @property
+    def most_load(self) -> float:
+        """Times the traffic that can be asked about."""
+        ...
+
+    def level(self, level: str, replicas: int) -> str:
+        """The level to ask at: `fleet` where there is no difference."""
+        ...
+
+    def looks(self, level: str, design: Design, replicas: int) -> int:
+        """Seeds that a trial at a level is asked with."""
+        ...
+
+    def snapped(self, load: float) -> float:
+        """The nearest load that can be simulated."""
+        ...
+
 
 Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
 FINALISTS = 2  # screened designs of a device that are confirmed
-LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # times the traffic, until a promise breaks
+MOST_LOAD = 16.0  # times the traffic, up to which a promise that breaks is looked for
 CLOSE = 1.03  # ratio of the loads between which the goodput is left
+FIRST_LOAD = 4  # the first load that is tried: so many such ratios above the traffic
 
 
 @dataclass(slots=True)
 class Screened:
-    """A design and the smallest fleet of it that passed, with its outcome. fewest: a bound on any such fleet."""
+    """A design and the smallest fleet of it that passed, with its outcome. fewest: a bound on any such fleet.
+
+    draws: outcomes of all draws of the traffic; `outcome` is the one nearest to a limit.
+    """
 
     design: Design
     replicas: int
     outcome: Outcome
     fewest: int
+    draws: list[Outcome] = field(default_factory=list)
 
     def rank(self, goals: Sequence[Goal]) -> tuple[float, float, int]:
         """Cheaper first, then with the larger margin."""
@@ -54,8 +83,11 @@ class Screened:
 class Found:
     """What a search found on one device: the cheapest fleet that keeps the promises, or why there is none.
 
-    verdicts: for every design, by key, why it is not the answer ("" for the answer).  load, breaks: how many times
-    the traffic the fleet carries, and the outcome just above.  slow, fast: of one replica at the ends of the 80 % band.
+    outcome: of the draw of the traffic that comes nearest to a limit; draws: of all.
+    verdicts: for every design, by key, why it is not the answer ("" for the answer).  loads: how many times the traffic
+    the fleet carries, look by look; load: the least of them, with the outcome there and just above (at_load, breaks).
+    share: replicas of the fleet that the one of `at_load` stands for.
+    slow, fast: of one replica at the ends of the 80 % band, look by look.
     screened: designs that passed the first look, best first.
     """
 
@@ -64,10 +96,14 @@ class Found:
     replicas: int = 0
     outcome: Outcome | None = None
     verdicts: dict[str, str] = field(default_factory=dict)
+    draws: list[Outcome] = field(default_factory=list)
     load: float = 1.0
+    loads: list[float] = field(default_factory=list)
     breaks: Outcome | None = None
-    slow: Outcome | None = None
-    fast: Outcome | None = None
+    at_load: Outcome | None = None
+    share: int = 1
+    slow: list[Outcome] = field(default_factory=list)
+    fast: list[Outcome] = field(default_factory=list)
     screened: list[Screened] = field(default_factory=list)
 
     @property
@@ -111,14 +147,14 @@ def smallest(low: int, high: int, start: int, test: Callable[[int], Search[bool]
     return good
 
 
-def screen_device(device: str, designs: Sequence[Design], question: Question, level: Level) -> Search[Found]:
+def screen_device(device: str, designs: Sequence[Design], question: Question, scope: Scope) -> Search[Found]:
     """Every design of `device` assessed and screened; `found.screened` are those that may keep the promises."""
     found = Found(device=device, verdicts=dict.fromkeys((d.key for d in designs), ""))
-    found.screened = yield from _screen(found, designs, question, level)
+    found.screened = yield from _screen(found, designs, question, scope)
     return found
 
 
-def confirm_device(found: Found, question: Question, level: Level) -> Search[Found]:
+def confirm_device(found: Found, question: Question, scope: Scope) -> Search[Found]:
     """The cheapest confirmed fleet among what was screened, with its goodput and band.
 
     A fleet that is there already is not good enough: more replicas of its design are needed.
@@ -128,13 +164,13 @@ def confirm_device(found: Found, question: Question, level: Level) -> Search[Fou
             candidate.fewest = found.replicas + 1
             candidate.replicas = max(candidate.replicas, candidate.fewest)
     found.design = found.outcome = None
-    yield from _confirm(found, found.screened, question, level)
+    yield from _confirm(found, found.screened, question, scope)
     if found.design is not None:
-        yield from _finish(found, question, level)
+        yield from _finish(found, question, scope)
     return found
 
 
-def _screen(found: Found, designs: Sequence[Design], question: Question, level: Level) -> Search[list[Screened]]:
+def _screen(found: Found, designs: Sequence[Design], question: Question, scope: Scope) -> Search[list[Screened]]:
     goals, most = question.goals, question.max_replicas
     assessed = yield [Trial(design=d.index, replicas=1, level=ASSESS) for d in designs]
     alive: list[tuple[Design, Outcome]] = []
@@ -153,7 +189,7 @@ def _screen(found: Found, designs: Sequence[Design], question: Question, level: 
         if bound.fewest > cap:
             found.verdicts[design.key] = _dearer(bound.fewest, design, best)
             continue
-        seen = _Asked(design, question, level, SCREEN)
+        seen = _Asked(design, question, scope, SCREEN)
         start = bound.likely if best is None else cap
         n = yield from smallest(bound.fewest, cap, start, seen.keeps)
         if n is None:
@@ -164,7 +200,7 @@ def _screen(found: Found, designs: Sequence[Design], question: Question, level: 
     return sorted(kept, key=lambda s: s.rank(goals))
 
 
-def _confirm(found: Found, screened: Sequence[Screened], question: Question, level: Level) -> Search[None]:
+def _confirm(found: Found, screened: Sequence[Screened], question: Question, scope: Scope) -> Search[None]:
     goals = question.goals
     best: Screened | None = None
     for place, candidate in enumerate(screened):
@@ -178,13 +214,13 @@ def _confirm(found: Found, screened: Sequence[Screened], question: Question, lev
         if candidate.fewest > cap:
             found.verdicts[design.key] = _dearer(candidate.fewest, design, cap * design.num_devices)
             continue
-        seen = _Asked(design, question, level, FLEET)
+        seen = _Asked(design, question, scope, FLEET)
         start = candidate.replicas if best is None else cap
         n = yield from smallest(candidate.fewest, cap, start, seen.keeps)
         if n is None:
             found.verdicts[design.key] = seen.why(cap)
             continue
-        confirmed = Screened(design, n, seen.outcomes[n], candidate.fewest)
+        confirmed = Screened(design, n, seen.outcomes[n], candidate.fewest, seen.draws[n])
         if best is None or confirmed.rank(goals) < best.rank(goals):
             if best is not None:
                 found.verdicts[best.design.key] = (
@@ -197,50 +233,79 @@ def _confirm(found: Found, screened: Sequence[Screened], question: Question, lev
             )
     if best is not None:
         found.design, found.replicas, found.outcome = best.design, best.replicas, best.outcome
+        found.draws = best.draws
 
 
-def _finish(found: Found, question: Question, level: Level) -> Search[None]:
-    assert found.design is not None and found.outcome is not None
-    index, n = found.design.index, found.replicas
+def _finish(found: Found, question: Question, scope: Scope) -> Search[None]:
+    design, n = found.design, found.replicas
+    assert design is not None and found.outcome is not None
     width = 1 + Z80 * found.outcome.sigma
-    view = level(REPLICA, n)
-    found.slow, found.fast = yield [Trial(design=index, replicas=n, level=view, steps=s) for s in (width, 1 / width)]
+    view = scope.level(REPLICA, n)
+    found.share = n if view == REPLICA else 1
+    seeds = range(scope.looks(view, design, n))
+    ends = yield [
+        Trial(design=design.index, replicas=n, level=view, steps=s, seed=seed)
+        for s in (width, 1 / width)
+        for seed in seeds
+    ]
+    found.slow, found.fast = ends[: len(seeds)], ends[len(seeds) :]
+    found.loads, start, least = [], FIRST_LOAD, math.inf
+    for seed in seeds:
+        top = math.floor(math.log(min(MOST_LOAD, scope.most_load), CLOSE))
+        look = _Loaded(design, n, view, seed, question.goals, scope)
+        first = yield from smallest(1, top, start, look.breaks)
+        steps = top if first is None else first - 1  # at 0 it carries what it was confirmed with
+        load = look.load(steps) if steps else 1.0
+        found.loads.append(load)
+        if load < least:
+            least, found.load = load, load
+            found.breaks = None if first is None else look.outcomes[first]
+            found.at_load = look.outcomes.get(steps)
+        start = max(1, steps)
 
-    def breaks(load: float) -> Search[Outcome | None]:
-        (outcome,) = yield [Trial(design=index, replicas=n, level=view, load=load)]
-        return None if outcome.keeps(question.goals) else outcome
 
-    good = 1.0  # as confirmed
-    for load in LOADS:
-        found.breaks = yield from breaks(load)
-        if found.breaks is not None:
-            break
-        good = load
-    else:
-        found.load = good
-        return
-    bad = load
-    while bad / good > CLOSE:
-        middle = round((good * bad) ** 0.5, 4)
-        broken = yield from breaks(middle)
-        if broken is None:
-            good = middle
-        else:
-            bad, found.breaks = middle, broken
-    found.load = good
+class _Loaded:
+    """Trials of one look at one fleet, at `CLOSE` to the power of k times the traffic."""
+
+    def __init__(
+        self, design: Design, replicas: int, level: str, seed: int, goals: Sequence[Goal], scope: Scope
+    ) -> None:  # fmt: skip
+        self._design, self._replicas, self._level, self._seed = design.index, replicas, level, seed
+        self._goals, self._scope = goals, scope
+        self.outcomes: dict[int, Outcome] = {}
+
+    def load(self, k: int) -> float:
+        return round(self._scope.snapped(CLOSE**k), 6)
+
+    def breaks(self, k: int) -> Search[bool]:
+        (outcome,) = yield [
+            Trial(design=self._design, replicas=self._replicas, level=self._level, load=self.load(k), seed=self._seed)
+        ]
+        self.outcomes[k] = outcome
+        return not outcome.keeps(self._goals)
+
+
+def drawn(trial: Trial, seeds: int, goals: Sequence[Goal]) -> Search[list[Outcome]]:
+    """Outcomes of `trial` in every draw of the traffic, the one nearest to a limit first; the first alone when it fails."""
+    (first,) = yield [trial]
+    if seeds == 1 or not first.keeps(goals):
+        return [first]
+    more = yield [replace(trial, seed=seed) for seed in range(1, seeds)]
+    return sorted([first, *more], key=lambda o: (o.keeps(goals), -o.margin(goals)))
 
 
 def needed(
-    design: Design, start: int, question: Question, goals: Sequence[Goal], *,
+    design: Design, start: int, question: Question, goals: Sequence[Goal], scope: Scope, *,
     load: float = 1.0, steps: float = 1.0, bandwidth: float = 1.0,
 ) -> Search[int | None]:  # fmt: skip
     """Replicas of `design` that keep `goals` when something is different; None when none of the allowed fleets does."""
 
     def keeps(n: int) -> Search[bool]:
-        (outcome,) = yield [
-            Trial(design=design.index, replicas=n, level=FLEET, load=load, steps=steps, bandwidth=bandwidth)
-        ]
-        return outcome.keeps(goals)
+        trial = Trial(
+            design=design.index, replicas=n, level=FLEET, load=scope.snapped(load), steps=steps, bandwidth=bandwidth
+        )
+        outcomes = yield from drawn(trial, scope.looks(FLEET, design, n), goals)
+        return outcomes[0].keeps(goals)
 
     return (yield from smallest(1, question.max_replicas, start, keeps))
 
@@ -248,14 +313,17 @@ def needed(
 class _Asked:
     """The trials of one design at one level."""
 
-    def __init__(self, design: Design, question: Question, level: Level, name: str) -> None:
-        self.design, self.question, self.level, self.name = design, question, level, name
+    def __init__(self, design: Design, question: Question, scope: Scope, name: str) -> None:
+        self.design, self.question, self.scope, self.name = design, question, scope, name
         self.outcomes: dict[int, Outcome] = {}
+        self.draws: dict[int, list[Outcome]] = {}
 
     def keeps(self, n: int) -> Search[bool]:
-        (outcome,) = yield [Trial(design=self.design.index, replicas=n, level=self.level(self.name, n))]
-        self.outcomes[n] = outcome
-        return outcome.keeps(self.question.goals)
+        level, goals = self.scope.level(self.name, n), self.question.goals
+        trial = Trial(design=self.design.index, replicas=n, level=level)
+        self.draws[n] = yield from drawn(trial, self.scope.looks(level, self.design, n), goals)
+        self.outcomes[n] = self.draws[n][0]
+        return self.outcomes[n].keeps(goals)
 
     def why(self, n: int) -> str:
         """Why `n` replicas are not enough."""
@@ -287,4 +355,4 @@ def _count(screened: Screened) -> str:
     return f"{screened.replicas * screened.design.num_devices} devices"
 
 
-__all__ = ["Found", "Search", "confirm_device", "needed", "screen_device", "smallest", "why_not"]
+__all__ = ["Found", "Scope", "Search", "confirm_device", "drawn", "needed", "screen_device", "smallest", "why_not"]

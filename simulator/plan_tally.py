@@ -16,6 +16,7 @@ from twinfer.core.goal import Goal, kept, most_late, statistic_of, values_of
 from twinfer.core.records import RequestRecord, RunRecord, StepRecord
 from twinfer.core.work import RowShape, StepShape
 from twinfer.simulator.energy import StepParts, power_watts, step_parts
+from twinfer.simulator.plan_steps import steps_of
 from twinfer.simulator.run import World
 
 REPORTED = ("ttft.p50", "ttft.p95", "ttft.p99", "tpot.p50", "tpot.p95", "tpot.p99", "e2e.p95")
@@ -188,16 +189,21 @@ class Sums:
         """The mean step, taken apart; FLOPs and bytes are linear in its rows, so its sums are the run's."""
         if not self.steps:
             return None
-        decodes, prefills = round(self.decodes / self.steps), self.rows - self.decodes
-        tokens = round((self.tokens - self.decodes) / self.steps)
+        steps = steps_of(world)
         context = max(1, round(self.context / max(1, self.rows)))
-        rows = (RowShape(1, context),) * decodes
+        if steps.guesses:  # rows that check guesses are not counted apart from prompts: all are taken for such
+            decodes, prefills = max(1, round(self.rows / self.steps)), 1
+            tokens = max(0, round(self.tokens / self.steps) - decodes * (1 + steps.guesses))
+        else:
+            decodes, prefills = round(self.decodes / self.steps), self.rows - self.decodes
+            tokens = round((self.tokens - self.decodes) / self.steps)
+        rows = (steps.row(context),) * decodes
         if tokens and prefills:
             rows += (RowShape(tokens, max(tokens, context)),)
         if not rows:
             return None
-        shape = StepShape(rows, max(1, decodes))
-        return step_parts(world.ops_of(shape), shape, world.chain)
+        shape = StepShape(rows, max(1, decodes * (1 + steps.guesses)))
+        return step_parts(world.ops_of(shape), shape, world.chain, steps.drafting(shape))
 
 
 def _shares(parts: StepParts | None) -> dict[str, float]:

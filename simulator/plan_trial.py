@@ -7,8 +7,9 @@
     proof      all n replicas on all of the traffic
 
 Dealing in turn (round robin) makes replicas independent of each other: the fleet is exactly its replicas, one by one.
-With another router, or pools for prefill and decode, replicas run together (`fleet_run.py`), and a first look is at one
-of n groups of them.
+With another router, pools for prefill and decode, or a KV tier, replicas run together (`fleet_run.py`), and a first look
+is at one of n groups of them. So do those of a fleet whose requests come when others have ended: sessions and closed
+loops. Traffic with sessions or in a closed loop is never cut (`plan_traffic.py`).
 
 Invariants
 * An outcome depends on its trial and the question alone: not on the process, on other trials or on the clock.
@@ -19,29 +20,30 @@ Invariants
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import Choice
-from twinfer.core.errors import ConfigError, TwinferError
+from twinfer.core.errors import TwinferError
 from twinfer.core.fleet import Fleet
 from twinfer.core.op_time import OpTime
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
-from twinfer.core.request import Request
 from twinfer.core.work import Op
-from twinfer.core.workload import generate
 from twinfer.simulator.fleet_run import FleetRun
 from twinfer.simulator.op_time import OpTimeChain
 from twinfer.simulator.plan_bound import bound_of, demand_of
-from twinfer.simulator.plan_space import Design, Question, check_question, designs_of, devices_of_question
+from twinfer.simulator.plan_designs import ROUND_ROBIN, Design, designs_of
+from twinfer.simulator.plan_space import Question, check_question, devices_of_question
 from twinfer.simulator.plan_tally import Outcome, Tally, Watch
+from twinfer.simulator.plan_traffic import Traffic, busiest
 from twinfer.simulator.run import World, prepare, run_world
 
 ASSESS, SCREEN, REPLICA, FLEET, PROOF = "assess", "screen", "replica", "fleet", "proof"
 KEPT_WORLDS = 12  # designs whose op times a process remembers
+STICKY = ("prefix_aware", "kv_aware")
+"""Routers that bring the turns of a session to the replica that has its KV: one of n groups is then like the fleet."""
 
 ShouldStop = Callable[[], bool]
 
@@ -51,7 +53,7 @@ class Trial:
     """`replicas` of the design number `design`, looked at by `level`.
 
     load: how many times the traffic.  steps: how many times as long all steps take.  bandwidth: share of the
-    device's memory bandwidth.
+    device's memory bandwidth.  seed: which draw of the traffic, and of one replica which of them.
     """
 
     design: int
@@ -60,32 +62,55 @@ class Trial:
     load: float = 1.0
     steps: float = 1.0
     bandwidth: float = 1.0
+    seed: int = 0
 
     @property
     def key(self) -> str:
         more = "".join(f" {n}={v:.6g}" for n in ("load", "steps", "bandwidth") if (v := getattr(self, n)) != 1)
-        return f"{self.design:05d} {self.level} x{self.replicas}{more}"
+        return f"{self.design:05d} {self.level} x{self.replicas}{more}" + (f" seed={self.seed}" if self.seed else "")
 
 
 class Evaluator:
-    """Answers trials of one question in one process; remembers the op times of the last designs."""
+    """Answers trials of one question in one process; remembers the op times of the last designs.
+
+    It is also the `Scope` of a search (`plan_search.py`): which level and how many looks a trial stands for.
+    """
 
     def __init__(self, question: Question, registry: Registry | None = None) -> None:
         self.question = question
         self.registry = registry or default_registry()
         check_question(question, self.registry)
         self.devices = devices_of_question(question, self.registry)
-        self.designs = designs_of(question)
-        self.requests = requests_of(question, self.registry)
+        self.traffic = Traffic(question, self.registry)
+        self.requests = self.traffic.requests
+        self.designs = designs_of(question, STICKY[0] if self.traffic.sessions else ROUND_ROBIN)
         self.demand = demand_of(self.requests)
-        self.whole = busiest(self.requests, question.confirm)
         self._worlds: OrderedDict[tuple[int, float], World] = OrderedDict()
 
+    # --- what a search may ask for --------------------------------------------------------------
+
+    @property
+    def most_load(self) -> float:
+        return self.traffic.most_load
+
     def level(self, level: str, replicas: int) -> str:
-        """`level`, or `fleet` where the traffic is so little that there is no difference."""
+        """`level`, or `fleet` where the traffic is so little, or cannot be cut, that there is no difference."""
         if level == PROOF:
-            return PROOF if len(self.requests) > self.question.confirm else FLEET
+            return PROOF if self.traffic.cut and len(self.requests) > self.question.confirm else FLEET
         return FLEET if level != ASSESS and len(self.requests) <= self.question.screen else level
+
+    def looks(self, level: str, design: Design, replicas: int) -> int:
+        """How many seeds a trial at `level` is asked with: draws of the traffic, or replicas of the fleet."""
+        if self.traffic.varies or design.guesses:
+            return self.question.seeds if level in (REPLICA, FLEET, PROOF) else 1
+        return min(self.question.seeds, replicas) if level == REPLICA else 1
+
+    def snapped(self, load: float) -> float:
+        """`load`, or the nearest at which there is a whole number of clients."""
+        clients = self.traffic.clients
+        return load if clients is None else max(1, round(clients * load)) / clients
+
+    # --- answering ------------------------------------------------------------------------------
 
     def answer(self, trial: Trial, should_stop: ShouldStop | None = None) -> Outcome | None:
         """The outcome of `trial`; None when `should_stop` said so."""
@@ -95,7 +120,9 @@ class Evaluator:
         try:
             world = self._world(design, trial.bandwidth)
             if trial.level == ASSESS:
-                bound = bound_of(world, self.demand, self.question.goals, self._peak_rate(), design.pools)
+                bound = bound_of(
+                    world, self.demand, self.question.goals, self._peak_rate(), design.pools, self.traffic.clients
+                )
                 return Outcome(fewest=bound.fewest, likely=bound.likely, problem=bound.problem)
             return self._simulate(world, trial, should_stop)
         except TwinferError as error:  # what does not fit, or techniques that refuse each other
@@ -106,10 +133,13 @@ class Evaluator:
         world = self._worlds.pop(key, None)
         if world is None:
             assert design.config is not None
+            config = design.config
+            if self.traffic.varies and config.max_model_len is None:  # one length for all draws
+                config = config.model_copy(update={"max_model_len": max(2, self.traffic.longest)})
             slower = None if bandwidth == 1 else lambda chain: SlowMemory(chain, bandwidth)
             world = prepare(
-                design.config, self.question.workload, self.registry, self.devices[design.device],
-                requests=self.requests, wrap=slower,
+                config, self.question.workload, self.registry, self.devices[design.device], requests=self.requests,
+                wrap=slower,
             )  # fmt: skip
         self._worlds[key] = world
         while len(self._worlds) > KEPT_WORLDS:
@@ -117,34 +147,43 @@ class Evaluator:
         return world
 
     def _peak_rate(self) -> float:
+        if not self.traffic.cut:
+            return self.demand.rate
         part = busiest(self.requests, max(self.question.screen, len(self.requests) // 8))
         return demand_of(part).rate if part[-1].arrival > part[0].arrival else self.demand.rate
 
     def _simulate(self, world: World, trial: Trial, should_stop: ShouldStop | None) -> Outcome | None:
-        design, requests = self.designs[trial.design], self.requests if trial.level == PROOF else self.whole
-        if trial.level == SCREEN:
-            requests = busiest(requests, self.question.screen * trial.replicas)
-        together = trial.level in (FLEET, PROOF)
-        shares = trial.replicas if together else 1
-        if design.simple:
-            dealt = [retimed(requests[i :: trial.replicas], trial.load, requests[0].arrival) for i in range(shares)]
-        else:  # the router decides, so the replicas run together
-            step = 1 if together else trial.replicas
-            dealt = [retimed(requests[::step], trial.load, requests[0].arrival)]
+        design, traffic, n = self.designs[trial.design], self.traffic, trial.replicas
+        scattered = traffic.sessions and design.router.partition(":")[0] not in STICKY
+        together = trial.level in (FLEET, PROOF) or scattered  # else one replica stands for all
+        apart = design.simple and (not together or n == 1 or traffic.cut)
+        which = trial.seed % n
+        dealt = traffic.dealt(
+            n, whole=trial.level == PROOF, screen=trial.level == SCREEN, load=trial.load, seed=trial.seed,
+            shares=([which] if not together else range(n) if apart else None),
+        )  # fmt: skip
+        clients = traffic.clients_at(trial.load)
+        if clients is not None and not together:
+            clients = max(1, round(clients / n))
+        world = replace(world, concurrency=clients)
+        if trial.seed and design.guesses:
+            config = world.setup.config.model_copy(update={"seed": world.setup.config.seed + trial.seed})
+            world = replace(world, setup=replace(world.setup, config=config))
         watch = Watch(self.question.goals, sum(map(len, dealt)))
         tally = Tally()
+        groups = n if together else 1
         for part in filter(None, dealt):
             here = replace(world, requests=part)
-            if design.simple:
+            if apart:
                 record, sigma = run_world(here, trial.steps, _quiet, should_stop, False, watch)
             else:
-                record, sigma = _run_fleet(design, shares, here, trial.steps, should_stop, watch)
+                record, sigma = _run_fleet(design, groups, here, trial.steps, should_stop, watch)
             tally.add(record, sigma)
             if watch.broken:
                 break
             if not record.complete:
                 return None
-        return tally.outcome(world, self.question.goals, shares * design.num_engines, watch.broken)
+        return tally.outcome(world, self.question.goals, groups * design.num_engines, watch.broken)
 
 
 def _quiet(done: int, total: int, info: dict[str, Any]) -> None:
@@ -159,7 +198,7 @@ def _run_fleet(
     prefill, decode = design.pools
     fleet = Fleet(
         engine=config, replicas=groups * prefill, router=Choice.model_validate(design.router),
-        decode=config if decode else None, decode_replicas=groups * decode,
+        decode=config if decode else None, decode_replicas=groups * decode, host_tier_bytes=design.host_tier,
     )  # fmt: skip
     pools = {"engine": world, **({"decode": world} if decode else {})}
     run: FleetRun | None = None
@@ -191,46 +230,6 @@ class SlowMemory(OpTimeChain):
         return OpTime(answer.seconds / self.share, answer.sigma / self.share, answer.source, answer.detail)
 
 
-# --- traffic ----------------------------------------------------------------------------------------
-
-
-def requests_of(question: Question, registry: Registry) -> list[Request]:
-    """All requests of the question's traffic, sorted by arrival."""
-    spec = resolve_spec(question.model)
-    context = int(question.base.get("max_model_len") or spec.max_context)
-    requests = generate(question.workload, spec.vocab_size, context, registry=registry, vision=spec.vision)
-    if any(r.follows is not None for r in requests):
-        raise ConfigError(
-            "--turns", question.workload.turns, "a search cuts traffic into parts, which would tear sessions apart",
-            "plan for the same requests without sessions, and check the answer with simulate",
-        )  # fmt: skip
-    return requests
-
-
-def busiest(requests: Sequence[Request], num: int) -> Sequence[Request]:
-    """The `num` requests in a row that ask for the most tokens per second; all when there are no more."""
-    if len(requests) <= num:
-        return requests
-    sizes = [len(r.prompt) + (r.params.max_tokens or 1) for r in requests]
-    inside = sum(sizes[:num])
-    best, where = -1.0, 0
-    for first in range(len(requests) - num + 1):
-        span = requests[first + num - 1].arrival - requests[first].arrival
-        rate = inside / max(span, 1e-9)
-        if rate > best:
-            best, where = rate, first
-        if first + num < len(requests):
-            inside += sizes[first + num] - sizes[first]
-    return requests[where : where + num]
-
-
-def retimed(requests: Sequence[Request], load: float, origin: float) -> list[Request]:
-    """`requests` from `origin` on, arriving `load` times as fast."""
-    if load == 1 and not origin:
-        return list(requests)
-    return [replace(r, arrival=(r.arrival - origin) / load) for r in requests]
-
-
 def outcome_of(plain: Mapping[str, Any]) -> Outcome:
     """The outcome that `Outcome.plain` described. Raises TypeError for unknown fields."""
     return Outcome(**plain)
@@ -245,6 +244,6 @@ def plain_trial(trial: Trial) -> dict[str, Any]:
 
 
 __all__ = [
-    "ASSESS", "FLEET", "PROOF", "REPLICA", "SCREEN", "Evaluator", "Outcome", "Trial", "busiest", "outcome_of", "plain_trial",
-    "requests_of", "retimed", "trial_of",
+    "ASSESS", "FLEET", "PROOF", "REPLICA", "SCREEN", "STICKY", "Evaluator", "Outcome", "Trial", "outcome_of",
+    "plain_trial", "trial_of",
 ]  # fmt: skip

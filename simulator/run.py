@@ -214,7 +214,7 @@ def prepare(
 
     windows = [w for w in model.layer_windows if w is not None]
     timer = timer_of(model, layout, adapt, ops_of, chain, windows, overlap=config.max_outstanding > 1)
-    timer.speculation = speculation_of(setup, device, config.op_time, registry)
+    timer.speculation = speculation_of(setup, device, config.op_time, registry, wrap)
     timer.encoding = encoding_of(model, requests, chain, layout.tp)
     environment = {
         "python": platform.python_version(),
@@ -231,9 +231,10 @@ def prepare(
 
 
 def speculation_of(
-    setup: Setup, device: DeviceSpec, op_time: Sequence[str], registry: Registry
+    setup: Setup, device: DeviceSpec, op_time: Sequence[str], registry: Registry,
+    wrap: Callable[[OpTimeChain], OpTimeChain] | None = None,
 ) -> Speculation | None:  # fmt: skip
-    """What guesses tokens ahead in `setup`, and how long that takes on `device`."""
+    """What guesses tokens ahead in `setup`, and how long that takes on `device`; wrap: as for `prepare`."""
     speculator, model, layout = setup.speculator, setup.model, setup.config.layout
     if speculator is None:
         return None
@@ -241,9 +242,11 @@ def speculation_of(
     if not speculator.draft_ops(model, StepShape.decode(1), layout):
         return Speculation.of(speculator, None)
     chain = build_chain(op_time, device, registry, drafter or model)
+    if wrap is not None:
+        chain = wrap(chain)
     windows = [w for w in (drafter or model).layer_windows if w is not None]
     timer = StepTimer(lambda shape: speculator.draft_ops(model, shape, layout), chain, windows, host=False)
-    return Speculation.of(speculator, timer)
+    return Speculation.of(speculator, timer, chain)
 
 
 def note_break_even(record: RunRecord, world: World) -> None:

@@ -23,6 +23,7 @@ from zlib import crc32
 from twinfer.core.plan import Need, Row, RowResult, StepPlan
 from twinfer.core.seeds import draw, mix
 from twinfer.core.speculation import Speculator
+from twinfer.simulator.op_time import OpTimeChain
 from twinfer.simulator.step_time import StepCost, StepTimer
 
 
@@ -48,15 +49,19 @@ def passes_of(speculator: Speculator) -> tuple[Pass, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A speculator with at least one guess. timer: of what drafts, without the CPU's part; None where that is free."""
+    """A speculator with at least one guess. timer: of what drafts, without the CPU's part; None where that is free.
+
+    chain: op times of what drafts.
+    """
 
     speculator: Speculator
     timer: StepTimer | None
     passes: tuple[Pass, ...] = ()
+    chain: OpTimeChain | None = None
 
     @classmethod
-    def of(cls, speculator: Speculator, timer: StepTimer | None) -> Speculation:
-        return cls(speculator, timer, passes_of(speculator))
+    def of(cls, speculator: Speculator, timer: StepTimer | None, chain: OpTimeChain | None = None) -> Speculation:
+        return cls(speculator, timer, passes_of(speculator), chain)
 
     def result(self, row: Row) -> RowResult:
         """What a row that needs tokens gave: made-up ones, and guesses for the next step."""

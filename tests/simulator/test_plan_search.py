@@ -14,8 +14,9 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.goal import Goal
 from twinfer.core.workload import Workload
 from twinfer.simulator.plan_answer import Fleet, front_of, next_limit
+from twinfer.simulator.plan_designs import Design, designs_of
 from twinfer.simulator.plan_search import Found, Search, confirm_device, screen_device, smallest
-from twinfer.simulator.plan_space import Design, Question, designs_of
+from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, FLEET, SCREEN, Outcome, Trial
 
 GOALS = (Goal("ttft", "p95", 1.0),)
@@ -41,8 +42,23 @@ def ask(search: Search, answer: Callable[[Trial], Outcome]) -> tuple[object, lis
 
 
 def search_device(designs: list[Design], asked_of: Question) -> Search[Found]:
-    found = yield from screen_device("h100-sxm", designs, asked_of, lambda level, n: level)
-    return (yield from confirm_device(found, asked_of, lambda level, n: level))
+    found = yield from screen_device("h100-sxm", designs, asked_of, Looks())
+    return (yield from confirm_device(found, asked_of, Looks()))
+
+
+class Looks:
+    """One look at each level, at any load."""
+
+    most_load = float("inf")
+
+    def level(self, level: str, replicas: int) -> str:
+        return level
+
+    def looks(self, level: str, design: Design, replicas: int) -> int:
+        return 1
+
+    def snapped(self, load: float) -> float:
+        return load
 
 
 class Made:
@@ -120,8 +136,7 @@ def test_goodput_is_the_load_at_which_the_promise_breaks() -> None:
     assert found.replicas == 4  # 10 / 3
     assert found.load == pytest.approx(1.2, rel=0.02) and found.load <= 1.2  # 4 * 3 / 10
     assert found.breaks is not None and found.breaks.broken(GOALS) == list(GOALS)
-    assert found.slow is not None and found.fast is not None
-    assert found.slow.values["ttft.p95"] > found.outcome.values["ttft.p95"] > found.fast.values["ttft.p95"]
+    assert found.slow[0].values["ttft.p95"] > found.outcome.values["ttft.p95"] > found.fast[0].values["ttft.p95"]
 
 
 def test_designs_are_the_product_of_the_axes_with_unique_keys() -> None:
@@ -137,7 +152,8 @@ def test_designs_are_the_product_of_the_axes_with_unique_keys() -> None:
 def fleet(cost: float | None, goodput: float, ttft: float | None) -> Fleet:
     return Fleet(
         device="d", label="", design="", config={}, replicas=1, num_devices=1, price_per_hour=cost, price_source="",
-        cost_per_hour=cost, cost_per_million=None, goodput=goodput, headroom=0.0, values={"ttft.p95": ttft}, band={},
+        cost_per_hour=cost, cost_per_million=None, goodput=goodput, goodput_spread=(goodput, goodput), clients=None,
+        headroom=0.0, values={"ttft.p95": ttft}, spread={}, seeds=1, band={},
         band_keeps=True, attained=1.0, busy=0.5, requests_per_second=1.0, tokens_per_second=1.0, watts=None,
         joules_per_token=None, next_limit="",
     )  # fmt: skip
@@ -170,4 +186,4 @@ def test_the_next_limit_is_what_requests_wait_for() -> None:
         "TPOT p95: memory bandwidth"
     )
     assert "interconnect" in limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"network": 0.9, "memory": 0.1})
-    assert "up to 16 times" in next_limit(None, goals, design)
+    assert "up to 16 times" in next_limit(None, goals, design, 16.0)

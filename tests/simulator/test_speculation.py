@@ -26,7 +26,6 @@ from twinfer.core.work import RowShape, StepShape, step_ops
 from twinfer.core.workload import Workload
 from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.op_time import build_chain
-from twinfer.simulator.plan_space import Question, check_question
 from twinfer.simulator.run import prepare, simulate, speculation_of
 from twinfer.simulator.speculate import Speculation, break_even_batch, tokens_per_second
 from twinfer.simulator.step_time import StepCost
@@ -212,15 +211,6 @@ def test_the_engine_refuses() -> None:
 def test_every_speculator_serves_crowded_pools(text: str) -> None:
     record = predict(text, num_kv_blocks=40, max_num_batched_tokens=64, output_len=40)
     assert record.complete and all(r.num_output_tokens == 40 for r in record.requests)
-
-
-def test_a_search_refuses_what_its_bounds_do_not_hold_for() -> None:
-    question = Question(
-        base={"model": "llama-3.1-8b", "speculator": "ngram"}, axes={"device": ("h100-sxm",)}, workload=Workload(rate=1.0),
-        goals=(),
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="one token per sequence and step"):
-        check_question(question, REGISTRY)
 
 
 # --- trees, look-ahead, and what is counted of guesses ------------------------------------------------

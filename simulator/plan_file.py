@@ -1,0 +1,88 @@
+"""A search and its result, and the file that holds both.
+
+The file is valid at any moment: it holds the question, every outcome so far, and the answer once there is one. To
+resume is to ask the same question again with these outcomes known.
+
+Invariants
+* Equal questions give byte-identical files, whatever the number of processes and however often it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinfer.core.errors import ConfigError
+from twinfer.core.run_files import plain
+from twinfer.simulator.plan_answer import Answer
+from twinfer.simulator.plan_search import why_not
+from twinfer.simulator.plan_space import Question
+from twinfer.simulator.plan_trial import ASSESS, Outcome, Trial, outcome_of, plain_trial, trial_of
+
+SCHEMA = 2
+
+
+@dataclass(slots=True)
+class Plan:
+    """A search and its result. `points`: every trial with its outcome. `complete` is False when it was stopped."""
+
+    question: Question
+    points: dict[str, tuple[Trial, Outcome]] = field(default_factory=dict)
+    designs: list[str] = field(default_factory=list)
+    verdicts: dict[str, str] = field(default_factory=dict)
+    answer: Answer | None = None
+    complete: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """JSON data, points in the order of designs; `read_plan` gives the plan back."""
+        goals = self.question.goals
+        points = []
+        for key in sorted(self.points):
+            trial, outcome = self.points[key]
+            why = outcome.problem if trial.level == ASSESS else why_not(outcome, goals, trial.replicas)
+            points.append({
+                "trial": plain_trial(trial), "design": self.designs[trial.design], "outcome": outcome.plain(),
+                "rejected": why,
+            })  # fmt: skip
+        data: dict[str, Any] = plain({
+            "schema": SCHEMA, "kind": "plan", "complete": self.complete, "question": self.question.plain(),
+            "answer": None if self.answer is None else self.answer.plain(), "verdicts": self.verdicts, "points": points,
+        })  # fmt: skip
+        return data
+
+    def write(self, path: Path) -> None:
+        """Replace the file at `path` in one move."""
+        part = path.with_name(path.name + ".part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.plain(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise ConfigError(
+                "--out", str(path), f"cannot be written ({error.strerror})", "give another file"
+            ) from None
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file: its question and what was found so far. Raises ConfigError for a file of another kind."""
+    path = Path(path)
+    fix = "give a file that `twinfer plan` wrote"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--resume", str(path), f"cannot be read ({error.strerror})", fix) from None
+    except ValueError as error:
+        raise ConfigError("--resume", str(path), f"is not a JSON file ({error})", fix) from None
+    try:
+        if found["kind"] != "plan" or found["schema"] != SCHEMA:
+            raise KeyError("kind")
+        question = Question.from_plain(found["question"])
+        points = [(trial_of(p["trial"]), outcome_of(p["outcome"])) for p in found["points"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError("--resume", str(path), f"holds no plan that this version can read ({error})", fix) from None
+    return Plan(question=question, points={trial.key: (trial, outcome) for trial, outcome in points})
+
+
+__all__ = ["SCHEMA", "Plan", "read_plan"]

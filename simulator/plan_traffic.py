@@ -1,0 +1,154 @@
+"""The traffic of a question as trials see it: all of it, its busiest part, one replica's share, another draw.
+
+    open loop     may be cut to its busiest part; `load` times the traffic: it arrives so many times as fast
+    sessions      never cut in time, since later turns come from earlier ones; dealt out whole; `load`: sessions begin
+                  so many times as fast
+    closed loop   never cut; `load`: so many times the clients
+
+A *seed* beyond 0 is another draw of what is random: lengths and times of made-up requests, the guesses of a speculator.
+A recorded trace has one draw.
+
+Invariants
+* Shares partition the requests, and the turns of a session stay together, right behind each other.
+* Equal questions give equal traffic in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from twinfer.core.catalog import resolve_spec
+from twinfer.core.errors import ConfigError
+from twinfer.core.registry import Registry
+from twinfer.core.request import Request
+from twinfer.core.workload import generate
+from twinfer.simulator.plan_space import Question
+
+LEAST_PER_CLIENT = 10
+"""Requests that each client of a closed loop must send: all begin at once, and that burst is to be a small part."""
+
+
+class Traffic:
+    """requests: those of seed 0.  sessions: some request follows another.  clients: of a closed loop, else None.
+
+    varies: another seed gives other requests.  longest: tokens of the longest request of any seed.
+    """
+
+    def __init__(self, question: Question, registry: Registry) -> None:
+        self._question = question
+        draws = [_generate(question, registry, seed) for seed in range(min(question.seeds, 2))]
+        self.varies = len(draws) > 1 and _shape(draws[0]) != _shape(draws[1])
+        if self.varies:
+            draws += [_generate(question, registry, seed) for seed in range(2, question.seeds)]
+        self._draws = draws if self.varies else draws[:1]
+        self.requests = draws[0]
+        self.sessions = any(r.follows is not None for r in self.requests)
+        self.clients = question.workload.concurrency
+        self.longest = max(r.max_length for r in chain.from_iterable(self._draws))
+        self._parts: dict[int, Sequence[Request]] = {}
+        if self.clients is not None and len(self.requests) < LEAST_PER_CLIENT * self.clients:
+            raise ConfigError(
+                "--requests", len(self.requests), f"{self.clients} clients begin at once, and that burst would be most of it",
+                f"give at least {LEAST_PER_CLIENT * self.clients}, or fewer --concurrency",
+            )  # fmt: skip
+
+    @property
+    def cut(self) -> bool:
+        """Whether a part of it stands for all."""
+        return not self.sessions and self.clients is None
+
+    @property
+    def most_load(self) -> float:
+        """Times the traffic that can be asked about: of a closed loop, while each client sends several requests."""
+        if self.clients is None:
+            return float("inf")
+        return len(self.requests) / (LEAST_PER_CLIENT * self.clients)
+
+    def clients_at(self, load: float) -> int | None:
+        """Clients of the whole fleet."""
+        return None if self.clients is None else max(1, round(self.clients * load))
+
+    def drawn(self, seed: int) -> Sequence[Request]:
+        return self._draws[seed % len(self._draws)]
+
+    def part(self, seed: int) -> Sequence[Request]:
+        """The busiest part of a draw that is used to confirm; all of it where it is not cut."""
+        if seed not in self._parts:
+            drawn = self.drawn(seed)
+            self._parts[seed] = busiest(drawn, self._question.confirm) if self.cut else drawn
+        return self._parts[seed]
+
+    def dealt(
+        self, replicas: int, *, whole: bool, screen: bool, shares: Sequence[int] | None, load: float, seed: int
+    ) -> list[list[Request]]:
+        """Requests of each of `shares`, numbers of replicas among `replicas`; None: all requests in one list.
+
+        whole: of all traffic instead of the part that is used to confirm.  screen: of its busiest `screen` per replica.
+        """
+        requests = self.drawn(seed) if whole else self.part(seed)
+        if screen and self.cut:
+            requests = busiest(requests, self._question.screen * replicas)
+        origin = requests[0].arrival
+        speed = load if self.clients is None else 1.0
+        if shares is None:
+            return [retimed(requests, speed, origin)]
+        if not self.sessions:
+            return [retimed(requests[i::replicas], speed, origin) for i in shares]
+        sessions = sessions_of(requests)
+        return [retimed(list(chain.from_iterable(sessions[i::replicas])), speed, origin) for i in shares]
+
+
+def _generate(question: Question, registry: Registry, seed: int) -> list[Request]:
+    """All requests of a draw, sorted by arrival of what opens a session."""
+    spec = resolve_spec(question.model)
+    context = int(question.base.get("max_model_len") or spec.max_context)
+    workload = question.workload.model_copy(update={"seed": question.workload.seed + seed})
+    return generate(workload, spec.vocab_size, context, registry=registry, vision=spec.vision)
+
+
+def _shape(requests: Sequence[Request]) -> list[tuple[float, int, int, float]]:
+    """What differs between draws, if anything does: times and lengths."""
+    return [
+        (r.arrival, len(r.prompt), r.params.max_tokens or 1, 0.0 if r.follows is None else r.follows.think_s)
+        for r in requests
+    ]
+
+
+def sessions_of(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that open a session (or are alone), each with its later turns."""
+    found: list[list[Request]] = []
+    for request in requests:
+        if request.follows is None:
+            found.append([request])
+        else:
+            found[-1].append(request)
+    return found
+
+
+def busiest(requests: Sequence[Request], num: int) -> Sequence[Request]:
+    """The `num` requests in a row that ask for the most tokens per second; all when there are no more."""
+    if len(requests) <= num:
+        return requests
+    sizes = [len(r.prompt) + (r.params.max_tokens or 1) for r in requests]
+    inside = sum(sizes[:num])
+    best, where = -1.0, 0
+    for first in range(len(requests) - num + 1):
+        span = requests[first + num - 1].arrival - requests[first].arrival
+        rate = inside / max(span, 1e-9)
+        if rate > best:
+            best, where = rate, first
+        if first + num < len(requests):
+            inside += sizes[first + num] - sizes[first]
+    return requests[where : where + num]
+
+
+def retimed(requests: Sequence[Request], load: float, origin: float) -> list[Request]:
+    """`requests` from `origin` on, arriving `load` times as fast."""
+    if load == 1 and not origin:
+        return list(requests)
+    return [replace(r, arrival=(r.arrival - origin) / load) for r in requests]
+
+
+__all__ = ["LEAST_PER_CLIENT", "Traffic", "busiest", "retimed", "sessions_of"]
