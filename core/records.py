@@ -50,6 +50,7 @@ class StepRecord:
     swapped_in_blocks: int = 0
     ops: Mapping[str, float] = field(default_factory=dict)  # seconds by op name
     replica: int = 0  # of a fleet
+    rank: int = 0  # of the replica: its data-parallel group
 
 
 @dataclass(slots=True, kw_only=True)

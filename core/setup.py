@@ -52,9 +52,19 @@ class Setup:
     def kv_pool_bytes(self) -> float:
         return self.limits.num_blocks * self.block_size * self.kv_bytes_per_slot
 
+    @property
+    def rank_limits(self) -> Limits:
+        """Of one data-parallel rank: its share of rows and blocks; tokens of a step are a rank's own."""
+        dp, limits = self.config.dp, self.limits
+        return replace(
+            limits, max_num_seqs=-(-limits.max_num_seqs // dp), num_blocks=limits.num_blocks // dp,
+            num_host_blocks=limits.num_host_blocks // dp,
+        )  # fmt: skip
+
     def build_core(self) -> Core:
+        """The Core of one data-parallel rank: of the whole replica, where there is no more than one."""
         return Core(
-            self.scheduler, self.kv_cache, self.limits, seed=self.config.seed, namespace=self.model.name,
+            self.scheduler, self.kv_cache, self.rank_limits, seed=self.config.seed, namespace=self.model.name,
             windows=tuple(group.window for group in self.groups),
         )  # fmt: skip
 

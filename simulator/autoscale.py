@@ -66,8 +66,8 @@ class Scaler:
             return (sum(r.num_requests for r in front.replicas) + len(front.parked)) / rule.target_requests
         busy = 0.0
         for r in front.replicas:
-            busy += r.executor.seconds - self._computed.get(r.index, 0.0)
-            self._computed[r.index] = r.executor.seconds
+            busy += r.busy_s - self._computed.get(r.index, 0.0)
+            self._computed[r.index] = r.busy_s
         assert rule.target_busy is not None
         return busy * self._run.scale / rule.interval_s / rule.target_busy
 

@@ -75,9 +75,9 @@ class Breakdowns:
         front = run.front_of(replica)
         front.close(replica)
         front.forget(replica)
-        replica.inbox.fail()
-        assert replica.process is not None
-        yield replica.process  # it ends in this instant
+        replica.fail()
+        assert replica.ended is not None
+        yield replica.ended  # in this instant
         self._lose(replica)
         if was == "draining":
             replica.stop()
@@ -114,7 +114,7 @@ class Breakdowns:
             job, target = handover.job, handover.target
             if target is not None and job in lost:  # chosen early: the token it should go on from never came
                 target.release(handover.target_id)
-                target.inbox.put(Abort(handover.target_id))
+                target.tell(Abort(handover.target_id))
             run.transfers.drop(handover, source_lives=False)
             job.handover = None
             if target is None and job not in lost and run.back is not None:

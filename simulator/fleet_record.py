@@ -8,12 +8,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twinfer.core.guesses import Guesses
-from twinfer.core.records import RequestRecord, RunRecord, Tally, compute_metrics, summary
+from twinfer.core.records import RequestRecord, RunRecord, StepRecord, Tally, compute_metrics, summary
 from twinfer.core.request import Request
 
 if TYPE_CHECKING:
@@ -22,21 +22,19 @@ if TYPE_CHECKING:
 
 
 def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
-    """The record of the fleet; of one replica and nothing else it is the replica's own."""
-    parts = [replica.recorder.finish(complete) for replica in run.replicas]
-    if run.fleet.alone:
-        return parts[0]
+    """The record of the fleet; of one replica and nothing else it is the replica's own, which has no fleet's metrics."""
+    parts = [[rank.recorder.finish(complete) for rank in replica.ranks] for replica in run.replicas]
+    if run.fleet.alone and len(parts[0]) == 1:
+        return parts[0][0]
     by_piece: dict[str, list[RequestRecord]] = {}
-    for replica, part in zip(run.replicas, parts, strict=True):
-        for entry in part.requests:
-            entry.replica = replica.index
-            by_piece.setdefault(entry.request_id, []).append(entry)
-        for step in part.steps:
-            step.replica = replica.index
-    tally = None if run.detail == "steps" else Tally()
-    for replica in run.replicas:
-        if tally is not None and replica.recorder.tally is not None:
-            tally.merge(replica.recorder.tally)
+    for replica, of_ranks in zip(run.replicas, parts, strict=True):
+        for rank, part in zip(replica.ranks, of_ranks, strict=True):
+            for entry in part.requests:
+                entry.replica = replica.index
+                by_piece.setdefault(entry.request_id, []).append(entry)
+            for step in part.steps:
+                step.replica, step.rank = replica.index, rank.index
+    tally = _tally_of(run.replicas) if run.detail != "steps" else None
     requests: list[RequestRecord] = []
     for request in run.arrived:
         pieces = run.several.get(request.id)
@@ -47,27 +45,55 @@ def fleet_record(run: FleetRun, complete: bool) -> RunRecord:
         else:
             found = [(run.replicas[index], by_piece.get(piece, [])) for index, piece in pieces]
             requests += _joined(request, found, tally)
-    first = parts[0]
+    first = parts[0][0]
     record = replace(
         first,
-        config={**first.config, "fleet": run.fleet.plain()},
-        reasons={**first.reasons, **run.reasons()},
-        steps=sorted((step for part in parts for step in part.steps), key=lambda s: (s.start, s.replica, s.step)),
+        steps=_by_start(step for of_ranks in parts for part in of_ranks for step in part.steps),
         requests=requests,
         complete=complete,
     )
-    record.metrics = compute_metrics(record, tally) | _fleet_metrics(run)
+    record.metrics = compute_metrics(record, tally)
     guesses = Guesses()
     for replica in run.replicas:
-        guesses.merge(replica.recorder.guesses)
+        for rank in replica.ranks:
+            guesses.merge(rank.recorder.guesses)
     if (counts := guesses.metrics()) is not None:
         record.metrics["speculation"] = counts
-    peaks = [part.metrics["peak_kv_bytes"] for part in parts if part.metrics["peak_kv_bytes"] is not None]
-    record.metrics["peak_kv_bytes"] = max(peaks, default=None)  # pools may differ in bytes per token
+    peaks = [part.metrics["peak_kv_bytes"] for of_ranks in parts for part in of_ranks]
+    record.metrics["peak_kv_bytes"] = max((p for p in peaks if p is not None), default=None)  # of one device
+    if run.fleet.alone:
+        return record
+    record.config = {**first.config, "fleet": run.fleet.plain()}
+    record.reasons = {**first.reasons, **run.reasons()}
+    record.metrics |= _fleet_metrics(run)
     record.metrics["replicas"] = [
-        _replica_metrics(run, replica, part.metrics) for replica, part in zip(run.replicas, parts, strict=True)
+        _replica_metrics(run, replica, _metrics_of(replica, of_ranks))
+        for replica, of_ranks in zip(run.replicas, parts, strict=True)
     ]
     return record
+
+
+def _by_start(steps: Iterable[StepRecord]) -> list[StepRecord]:
+    return sorted(steps, key=lambda s: (s.start, s.replica, s.rank, s.step))
+
+
+def _tally_of(replicas: Iterable[Replica]) -> Tally:
+    """What the replicas have counted instead of kept."""
+    tally = Tally()
+    for replica in replicas:
+        for rank in replica.ranks:
+            if rank.recorder.tally is not None:
+                tally.merge(rank.recorder.tally)
+    return tally
+
+
+def _metrics_of(replica: Replica, parts: Sequence[RunRecord]) -> Mapping[str, Any]:
+    """Metrics of one replica, over the records of its ranks."""
+    if len(parts) == 1:
+        return parts[0].metrics
+    requests = [entry for part in parts for entry in part.requests]
+    whole = replace(parts[0], steps=_by_start(s for part in parts for s in part.steps), requests=requests)
+    return compute_metrics(whole, None if replica.ranks[0].recorder.tally is None else _tally_of([replica]))
 
 
 def _joined(
@@ -136,7 +162,7 @@ def _replica_metrics(run: FleetRun, replica: Replica, metrics: Mapping[str, Any]
         "replica": replica.index,
         "pool": replica.pool,
         "rented_s": rented,
-        "busy": replica.executor.seconds * run.scale / rented if rented else None,
+        "busy": replica.busy_s * run.scale / rented if rented else None,
         "num_failures": replica.num_failures,
         **metrics,
     }

@@ -13,8 +13,9 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -178,17 +179,19 @@ class FleetRun:
     def add(self, front: Front, world: World) -> Replica:
         """One more replica of a pool; it does not run yet."""
         setup = world.setup
-        recorder = Recorder(
-            "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
-            environment=world.environment, reasons=world.reasons, keep_ops=self.keep, detail=self.detail,
-        )  # fmt: skip
+
+        def recorder() -> Recorder:
+            return Recorder(
+                "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
+                environment=world.environment, reasons=world.reasons, keep_ops=self.keep, detail=self.detail,
+            )  # fmt: skip
+
         replica = Replica(
             self.env, len(self.replicas), front.pool, world, recorder, scale=self.scale,
             hook=world.registry.observers if self.keep else None, skip=self.skip, should_stop=self._should_stop,
             on_outputs=self._emitted, on_launch=self._launched if self.transfers is not None else None,
-            history=front.history,
+            watch=self.fleet.kv_overlap and front.pool == "prefill", history=front.history,
         )  # fmt: skip
-        replica.executor.watch = self.fleet.kv_overlap and front.pool == "prefill"
         self.replicas.append(replica)
         front.replicas.append(replica)
         if self.transfers is not None:
@@ -216,9 +219,12 @@ class FleetRun:
     # --- requests -------------------------------------------------------------------------------
 
     def _arrivals(self) -> Generator[simpy.Event, Any, None]:
-        feeder, env = self.feeder, self.env
+        feeder, env, front_end = self.feeder, self.env, self.pools["engine"].front_end
         while True:
             for request in feeder.due(env.now):
+                if front_end:  # a server works on each request, one after the other
+                    yield env.timeout(front_end)
+                    request = replace(request, arrival=request.arrival or sys.float_info.min)
                 self.arrived.append(request)
                 job = self.jobs[request.id] = Job(request)
                 self.place(job, self.front)
@@ -268,7 +274,7 @@ class FleetRun:
     def _launched(self, replica: Replica, plan: StepPlan, seconds: float) -> None:
         """A plan that moves KV (or, with overlap, any plan of a prefill replica) was launched."""
         assert self.transfers is not None
-        if replica.executor.watch:
+        if replica.watch:
             for row in plan.rows:
                 if row.need is not Need.NONE:
                     self._prompt_ends(replica, row.seq, seconds)
@@ -296,7 +302,7 @@ class FleetRun:
             self._progress(sum(r.num_requests for r in self.replicas))
 
     def _progress(self, running: int) -> None:
-        steps = sum(r.core.num_steps for r in self.replicas)
+        steps = sum(r.num_steps for r in self.replicas)
         info = {"steps": steps, "simulated_s": self.env.now, "running": running}
         self._on_progress(self.num_done, len(self.pools["engine"].requests), info)
 
@@ -335,7 +341,7 @@ class FleetRun:
         assert self.transfers is not None
         target = handover.target
         if target is not None and target.release(handover.target_id) is not None:
-            target.inbox.put(Abort(handover.target_id))
+            target.tell(Abort(handover.target_id))
         self.transfers.drop(handover, source_lives=True)
 
     def _finish(self, job: Job, now: float) -> None:
@@ -366,12 +372,12 @@ class FleetRun:
                 for replica in self.replicas:
                     if replica.state in ("serving", "draining"):
                         replica.stop()
-                self.env.run(simpy.AllOf(self.env, [r.process for r in self.replicas if r.process is not None]))
+                self.env.run(simpy.AllOf(self.env, [r.ended for r in self.replicas if r.ended is not None]))
         except Stopped:
             complete = False
         self._progress(0)
-        seconds = sum(r.executor.seconds for r in self.replicas)
-        sigma = sum(r.executor.sigma for r in self.replicas)
+        executors = [rank.executor for r in self.replicas for rank in r.ranks]
+        seconds, sigma = sum(e.seconds for e in executors), sum(e.sigma for e in executors)
         return fleet_record(self, complete), sigma / seconds if seconds else 0.0
 
     def reasons(self) -> dict[str, str]:
@@ -393,4 +399,23 @@ class FleetRun:
         return found
 
 
-__all__ = ["FleetRun", "prepare_pools", "simulate_fleet"]
+def run_ranks(
+    world: World, scale: float, on_progress: OnProgress, should_stop: ShouldStop | None, keep: bool,
+    hopeless: Callable[[RunRecord, float], bool] | None, detail: Detail, skip: bool,
+) -> tuple[RunRecord, float]:  # fmt: skip
+    """`run_world` of a replica with several data-parallel ranks."""
+    run: FleetRun | None = None
+
+    def stop() -> bool:
+        if should_stop is not None and should_stop():
+            return True
+        if hopeless is None or run is None:
+            return False
+        return any(hopeless(rank.recorder.record, run.env.now) for r in run.replicas for rank in r.ranks)
+
+    fleet = Fleet(engine=world.setup.config)
+    run = FleetRun(fleet, {"engine": world}, scale, on_progress, stop, keep=keep, detail=detail, skip=skip)
+    return run.run()
+
+
+__all__ = ["FleetRun", "prepare_pools", "run_ranks", "simulate_fleet"]

@@ -174,6 +174,7 @@ class StagedTimer(StepTimer):
     ) -> None:  # fmt: skip
         super().__init__(ops_of, chain, windows, overlap)
         self._stages, self._send = stages, send
+        self.shares_experts = any(stage.experts is not None for stage in stages)
 
     def cost(self, plan: StepPlan, with_ops: bool = True) -> StepCost:
         """Cost of `plan` on its way alone, other ranks having nothing to do."""
@@ -245,7 +246,7 @@ def timer_of(
     adapt: what techniques make of ops.  ops_of: the ops of a step of the replica.  overlap: as for `StepTimer`.
     """
     shares = layout.dp > 1 and model.moe is not None and model.num_moe_layers > 0
-    if (layout.pp == 1 and not shares) or layout.dp > 1:  # ranks in one Core, for now
+    if layout.pp == 1 and not shares:
         return StepTimer(ops_of, chain, windows, overlap)
     made: list[tuple[Stage, TimedStage]] = []
     stages: list[TimedStage] = []

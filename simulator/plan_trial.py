@@ -207,7 +207,7 @@ def _run_fleet(
         if should_stop is not None and should_stop():
             return True
         fronts = [r for r in run.replicas if r.pool != "decode"] if run is not None else []
-        return run is not None and any(watch(replica.recorder.record, run.env.now) for replica in fronts)
+        return run is not None and any(watch(rank.recorder.record, run.env.now) for r in fronts for rank in r.ranks)
 
     run = FleetRun(fleet, pools, steps, should_stop=stop)
     return run.run()

@@ -304,6 +304,10 @@ def run_world(
     hopeless(record so far, now): asked before each step or run of steps; True ends the run, which is then not `complete`.
     """
     setup = world.setup
+    if setup.config.dp > 1:
+        from twinfer.simulator.fleet_run import run_ranks  # which is made of this module
+
+        return run_ranks(world, scale, on_progress, should_stop, keep, hopeless, detail, skip)
     core = setup.build_core()
     executor = StoppableExecutor(world.timer, scale, keep and detail == "steps")
     executor.passes = passes_of(world)

@@ -180,7 +180,7 @@ class Transfers:
         if move.kind == "send":
             handover = self._by_source.get(key)
             if handover is None:  # nobody wants it any more
-                replica.inbox.put(TransferDone(move.seq))
+                replica.tell(TransferDone(move.seq))
             else:
                 handover.sending = True
                 self._go(handover)
@@ -188,7 +188,7 @@ class Transfers:
             self._load(replica, move)
         elif key in self._lost:
             self._lost.remove(key)
-            replica.inbox.put(TransferFailed(move.seq, "the replica that had the KV failed"))
+            replica.tell(TransferFailed(move.seq, "the replica that had the KV failed"))
         else:
             handover = self._by_target[key]
             handover.loading = True
@@ -221,8 +221,8 @@ class Transfers:
         self.sent_bytes += handover.num_bytes
         self.sent_s.append(self._env.now - handover.begun)
         self._forget(handover)
-        handover.source.inbox.put(TransferDone(handover.source_id))
-        handover.target.inbox.put(TransferDone(handover.target_id))
+        handover.source.tell(TransferDone(handover.source_id))
+        handover.target.tell(TransferDone(handover.target_id))
         handover.job.handover = None
 
     def _forget(self, handover: Handover) -> None:
@@ -248,10 +248,10 @@ class Transfers:
         self._forget(handover)
         if source_lives:
             if handover.sending:
-                handover.source.inbox.put(TransferDone(handover.source_id))
+                handover.source.tell(TransferDone(handover.source_id))
         elif target is not None:
             if loading:
-                target.inbox.put(TransferFailed(target_id, "the replica that had the KV failed"))
+                target.tell(TransferFailed(target_id, "the replica that had the KV failed"))
             else:
                 self._lost.add((target.index, target_id))
 
@@ -327,7 +327,7 @@ class Transfers:
 
         def done(_: Flow) -> None:
             del self._loads[key]
-            replica.inbox.put(TransferDone(move.seq))
+            replica.tell(TransferDone(move.seq))
 
         latency = self._latency if move.peer == STORE else 0.0
         self._loads[key] = self.network.send(self._path(replica, move.peer), num_bytes, done, latency)

@@ -80,7 +80,7 @@ def check(done: FleetRun, record: RunRecord, requests: Sequence[Request]) -> Non
             assert 0 <= r.num_hit_tokens < r.num_prompt_tokens
     for replica in done.replicas:
         if replica.state != "failed":
-            assert replica.core.audit() == [] and not replica.core.has_work
+            assert all(rank.core.audit() == [] and not rank.core.has_work for rank in replica.ranks)
         assert not replica.pieces and replica.num_requests == 0 and replica.num_tokens == 0
     for index in range(len(done.replicas)):
         steps = [s for s in record.steps if s.replica == index]
