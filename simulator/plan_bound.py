@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twinfer.core.goal import Goal
 from twinfer.core.policy import Limits
@@ -155,7 +155,8 @@ def bound_of(
     clients: of a closed loop.
     """
     setup = world.setup
-    limits = setup.limits
+    at_once = setup.config.dp * setup.config.pp  # each rank, and each stage, has a step of its own
+    limits = replace(setup.limits, max_num_batched_tokens=setup.limits.max_num_batched_tokens * at_once)
     steps = steps_of(world)
     for goal in goals:
         value = _at_least(world, steps, demand, goal)
@@ -205,8 +206,10 @@ def _at_least(world: World, steps: Steps, demand: Demand, goal: Goal) -> float:
     # whole prompts go to the one that stands at the goal's rank; of a mean, to the mean one
     ordered = demand.prompts
     length = round(demand.fed) if goal.statistic == "mean" else ordered[math.floor((len(ordered) - 1) * goal.share)]
-    chunk = world.setup.config.scheduler.options.get("chunk_size")
-    return empty_server(steps, world.setup.limits, max(1, length), chunk)
+    config, limits = world.setup.config, world.setup.limits
+    if config.pp > 1:  # chunks follow each other through the stages: no faster than all of them at once
+        return empty_server(steps, replace(limits, max_num_batched_tokens=max(1, length)), max(1, length))
+    return empty_server(steps, limits, max(1, length), config.scheduler.options.get("chunk_size"))
 
 
 def _time(seconds: float) -> str:

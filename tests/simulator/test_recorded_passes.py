@@ -61,3 +61,26 @@ def test_the_rule_is_the_engine_s() -> None:
         2,
         1,
     )
+
+
+def test_replicas_of_a_fleet_pay_for_their_new_shapes_as_one_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica is `simulate` exactly; of two each has first steps of its own."""
+    from twinfer.core.config import EngineConfig
+    from twinfer.core.fleet import Fleet
+    from twinfer.core.registry import Registry
+    from twinfer.core.workload import Workload
+    from twinfer.simulator import rank, run
+    from twinfer.simulator.fleet_run import simulate_fleet
+
+    registry = Registry(entry_points=False)
+    config = EngineConfig(model="llama-3.1-8b", device="h100-sxm", num_kv_blocks=512)
+    workload = Workload(num_requests=8, input_len=30, output_len=12)
+    free = run.simulate(config, workload, registry)
+    for module in (run, rank):
+        monkeypatch.setattr(module, "passes_of", lambda world: RecordedPasses(0.2, 0.5))
+    alone = run.simulate(config, workload, registry)
+    one, two = (simulate_fleet(Fleet(engine=config, replicas=n), workload, registry) for n in (1, 2))
+    assert (one.steps, one.requests, one.metrics) == (alone.steps, alone.requests, alone.metrics)
+    assert alone.metrics["duration"] > free.metrics["duration"] + 0.7
+    for index in range(2):
+        assert sum(s.seconds for s in two.steps if s.replica == index) > 0.7, "a first and a second step of its shape"
