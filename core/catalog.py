@@ -137,7 +137,7 @@ def _with_side_file(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ModelError when it is missing, no JSON or no object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
     except (ValueError, RecursionError) as error:

@@ -8,37 +8,42 @@ Invariants
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
+from twinfer.core.data_file import NumbersOfAFile, read_numbers
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
 from twinfer.core.link import load_link, load_link_if_known
-from twinfer.core.mistakes import first_mistake
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
 
 LOCAL = "local"
 """Name of this machine's calibrated device."""
+UNITS = {
+    "memory_bytes": (1e6, "bytes, not GB"), "visible_bytes": (1e6, "bytes, not GB"),
+    "memory_bandwidth": (1e6, "bytes per second, not GB/s"), "peak_flops": (1e6, "FLOP per second, not TFLOP/s"),
+    "link_bandwidth": (1e5, "bytes per second, not GB/s"), "network_bandwidth": (1e5, "bytes per second, not GB/s"),
+    "host_link_bandwidth": (1e5, "bytes per second, not GB/s"),
+}  # fmt: skip
+"""Numbers that no device is below, and their units."""
 
 
-class MemoryTier(BaseModel):
+class MemoryTier(NumbersOfAFile):
     """One memory of a device: `bytes` of it at `bandwidth` B/s."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     bytes: int = Field(gt=0)
     bandwidth: float = Field(gt=0)
 
 
-class DeviceSpec(BaseModel):
+class DeviceSpec(NumbersOfAFile):
     """One accelerator, or one CPU machine.
 
     memory_bytes: as the maker states it.  visible_bytes: what a process sees of it, where known.
@@ -56,9 +61,7 @@ class DeviceSpec(BaseModel):
     calibration: tables measured on this device (`twinfer calibrate`).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
+    name: str = Field(min_length=1)
     aliases: tuple[str, ...] = ()
     kind: Literal["cpu", "gpu", "accelerator"]
     memory_bytes: int = Field(gt=0)
@@ -103,7 +106,7 @@ class DeviceSpec(BaseModel):
                 raise ValueError(str(error)) from None
             if known != dtype:
                 raise ValueError(f"write {known!r} instead of {dtype!r}")
-            if not peak > 0:
+            if not 0 < peak < math.inf:
                 raise ValueError(f"{dtype} must be positive")
         return peaks
 
@@ -219,20 +222,7 @@ def load_device(
 def read_device(path: str | Path, registry: Registry | None = None) -> DeviceSpec:
     """The device in a JSON file; ConfigError naming the file and the first field that is wrong."""
     path = Path(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--device", str(path), f"cannot be read ({error.strerror})", "check the path") from None
-    except ValueError as error:
-        raise ConfigError("--device", str(path), f"is not a JSON file ({error})", "give a device file") from None
-    try:
-        return _with_links(DeviceSpec.model_validate(found), path, registry)
-    except ValidationError as error:
-        wrong = first_mistake(error)
-        known = ", ".join(DeviceSpec.model_fields)
-        raise ConfigError(
-            "--device", str(path), f"{wrong.where or 'the file'} {wrong.problem}", f"{wrong.fix}; fields: {known}"
-        ) from None
+    return _with_links(read_numbers(path, DeviceSpec, "--device", "device", UNITS), path, registry)
 
 
 def _with_links(spec: DeviceSpec, path: Path, registry: Registry | None) -> DeviceSpec:
@@ -245,7 +235,7 @@ def _with_links(spec: DeviceSpec, path: Path, registry: Registry | None) -> Devi
         known = load_link_if_known(str(beside) if name.endswith(".json") and beside.is_file() else name, registry)
         if known is None:
             if name and bandwidth is None:
-                load_link(name, registry, f"{path.name}: {field}")  # raises, naming what is known
+                load_link(name, registry, f"{path}: {field}")  # raises, naming what is known
             continue
         if bandwidth is None:
             changes[f"{field}_bandwidth"] = known.bandwidth

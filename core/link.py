@@ -7,30 +7,27 @@ Invariants
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from twinfer.core.data_file import NumbersOfAFile, read_numbers
 from twinfer.core.errors import ConfigError
-from twinfer.core.mistakes import first_mistake
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
 
 
-class LinkSpec(BaseModel):
+class LinkSpec(NumbersOfAFile):
     """One kind of link.
 
     bandwidth: B/s, one direction.  latency: s of an empty message, None where nobody publishes it.
     efficiency: share of `bandwidth` that large messages reach, None where it was not measured.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     title: str
@@ -79,18 +76,7 @@ def load_link_if_known(name: str, registry: Registry | None = None) -> LinkSpec 
 @cache
 def read_link(path: Path) -> LinkSpec:
     """The link in a JSON file; ConfigError naming the file and the first field that is wrong."""
-    try:
-        return LinkSpec.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError("link", str(path), f"cannot be read ({error.strerror})", "check the path") from None
-    except ValidationError as error:
-        wrong = first_mistake(error)
-        known = ", ".join(LinkSpec.model_fields)
-        raise ConfigError(
-            "link", str(path), f"{wrong.where or 'the file'} {wrong.problem}", f"{wrong.fix}; fields: {known}"
-        ) from None
-    except ValueError as error:
-        raise ConfigError("link", str(path), f"is not a JSON file ({error})", "give a link file") from None
+    return read_numbers(path, LinkSpec, "link", "link", {"bandwidth": (1e5, "bytes per second, not GB/s")})
 
 
 __all__ = ["LinkSpec", "link_files", "load_link", "load_link_if_known", "read_link"]

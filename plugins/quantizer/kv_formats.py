@@ -23,7 +23,7 @@ class KVFP8(WhatIf):
 
 
 class KVIntegers(WhatIf):
-    """Integers with a float16 scale per group; `stored` says as ."""
+    """Integers with a float16 scale per group, in the format `stored`."""
 
     stored: ClassVar[str]
 

@@ -135,7 +135,7 @@ def test_device_of_a_plugin(tmp_path: Path) -> None:
 
 
 GOOD = {
-    "name": "x", "kind": "gpu", "memory_bytes": 10, "memory_bandwidth": 1.0, "peak_flops": {"float16": 1.0},
+    "name": "x", "kind": "gpu", "memory_bytes": 10**10, "memory_bandwidth": 1e12, "peak_flops": {"float16": 1e14},
     "source": "me", "date": "2026",
 }  # fmt: skip
 
@@ -143,14 +143,22 @@ GOOD = {
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not a JSON file"), (json.dumps(GOOD | {"memory_bytes": -1}), "memory_bytes: "),
-        (json.dumps(GOOD | {"bandwith": 1}), "bandwith: "), (json.dumps(GOOD | {"kind": "tpu"}), "kind: "),
+        ("{", "is not a JSON file"), (json.dumps(GOOD | {"memory_bytes": -1}), "memory_bytes=-1 is too small"),
+        (json.dumps(GOOD | {"bandwith": 1}), "bandwith=1 is not known"), (json.dumps(GOOD | {"kind": "tpu"}), "kind='tpu' is none"),
         (json.dumps(GOOD | {"peak_flops": {}}), "at least one dtype"),
         (json.dumps(GOOD | {"peak_flops": {"fp16": 1.0}}), "write 'float16' instead of 'fp16'"),
         (json.dumps(GOOD | {"peak_flops": {"nibble": 1.0}}), "no such number format"),
         (json.dumps(GOOD | {"peak_flops": {"fp8": 0}}), "fp8 must be positive"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "source"}), "source: Field required"),
-        ("[]", "valid dictionary"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "source"}), "source is missing"),
+        ("[]", "holds a JSON list"),
+        (json.dumps(GOOD | {"memory_bytes": "48"}), "memory_bytes='48' is no number"),
+        (json.dumps(GOOD | {"memory_bytes": True}), "memory_bytes=True is no number"),
+        (json.dumps(GOOD | {"memory_bandwidth": float("inf")}), "memory_bandwidth=inf is not finite"),
+        (json.dumps(GOOD | {"memory_bytes": 48}), "memory_bytes=48 is less than any device has; give it in bytes, not GB"),
+        (json.dumps(GOOD | {"memory_bandwidth": 900}), "give it in bytes per second, not GB/s"),
+        (json.dumps(GOOD | {"peak_flops": {"float16": 200}}), "peak_flops float16=200 is less"),
+        (json.dumps(GOOD | {"devices_per_node": 2.5}), "devices_per_node=2.5 is no whole number"),
+        (json.dumps(GOOD | {"name": ""}), "name='' is too short"),
     ],
 )  # fmt: skip
 def test_bad_file_names_the_field(content: str, words: str, tmp_path: Path) -> None:
@@ -168,7 +176,7 @@ def test_missing_file(missing: str) -> None:
 
 
 def test_visible_memory_falls_back_to_the_makers() -> None:
-    assert DeviceSpec.model_validate(GOOD).usable_bytes == 10
+    assert DeviceSpec.model_validate(GOOD).usable_bytes == 10**10
     assert DeviceSpec.model_validate(GOOD | {"visible_bytes": 9}).usable_bytes == 9
 
 
@@ -195,7 +203,7 @@ def test_tiers_are_listed_from_the_fastest(tmp_path: Path) -> None:
     tiers = [{"name": "a", "bytes": 1, "bandwidth": 1.0}, {"name": "b", "bytes": 2, "bandwidth": 2.0}]
     path = tmp_path / "x.json"
     path.write_text(json.dumps(GOOD | {"tiers": tiers}))
-    with pytest.raises(ConfigError, match=r"tiers: .*list the fastest first"):
+    with pytest.raises(ConfigError, match=r"tiers=.*list the fastest first"):
         load_device(path)
     path.write_text(json.dumps(GOOD | {"tiers": tiers[::-1]}))
     assert [tier.name for tier in load_device(path).tiers] == ["b", "a"]

@@ -14,7 +14,7 @@ from twinfer.core.registry import Registry
 
 GOOD = {"name": "mine", "title": "Mine", "bandwidth": 1e9, "source": "me", "date": "2026"}
 DEVICE = {
-    "name": "x", "kind": "gpu", "memory_bytes": 10, "memory_bandwidth": 1.0, "peak_flops": {"float16": 1.0},
+    "name": "x", "kind": "gpu", "memory_bytes": 10**10, "memory_bandwidth": 1e12, "peak_flops": {"float16": 1e14},
     "source": "me", "date": "2026",
 }  # fmt: skip
 
@@ -85,9 +85,9 @@ def test_an_unknown_link_names_the_field_and_close_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not a JSON file"), (json.dumps(GOOD | {"bandwidth": 0}), "bandwidth: "),
-        (json.dumps(GOOD | {"efficiency": 1.5}), "efficiency: "), (json.dumps(GOOD | {"speed": 1}), "speed: "),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "source"}), "source: Field required"),
+        ("{", "is not a JSON file"), (json.dumps(GOOD | {"bandwidth": 0}), "bandwidth=0 is too small"),
+        (json.dumps(GOOD | {"efficiency": 1.5}), "efficiency=1.5 is too large"), (json.dumps(GOOD | {"speed": 1}), "speed=1 is not known"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "source"}), "source is missing"),
     ],
 )  # fmt: skip
 def test_bad_file_names_the_field(content: str, words: str, tmp_path: Path) -> None:
