@@ -35,12 +35,12 @@ class Cut(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """`count` matrices [n, k] that work on squares of `patches` patches."""
+    """`copies` matrices [n, k] that work on squares of `patches` patches."""
 
     n: int
     k: int
     patches: int
-    count: int = 1
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

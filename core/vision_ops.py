@@ -50,7 +50,7 @@ def vision_ops(model: ModelSpec, images: Sequence[Image], tp: int = 1) -> list[O
         product("vision_down_proj", m, h, w, tower.depth),
     ]
     ops += [
-        product("vision_projector", -(-patches // each.patches), each.n, each.k, each.count) for each in tower.projections
+        product("vision_projector", -(-patches // each.patches), each.n, each.k, each.copies) for each in tower.projections
     ]  # fmt: skip
     if tp > 1:
         tokens = sum(image.tokens for image in images)
