@@ -80,7 +80,8 @@ class EngineConfig(Checked):
     preemption: what becomes of the KV of a sequence that must give way: it is computed again, or swapped to host
     memory of `host_kv_bytes` per device (when that is full, it is computed again).
     max_outstanding: steps that may be launched before the first of them is done; 2 plans the next step, and hides the
-    work of the CPU, while the device computes (the engine does one at a time).
+    work of the CPU, while the device computes (the engine does one at a time). Pipeline stages have a step each besides.
+    max_num_seqs, num_kv_blocks: of the replica, divided over data-parallel ranks; max_num_batched_tokens: of one rank.
     memory_fraction: share of device memory that weights, activations and KV may use.
     tp, pp, cp, dp, ep: sizes of the parallel groups of one replica (`layout`; `core/layout.py` says what they are).
     num_devices: devices in all, a multiple of those of one replica; None: as many as one replica has.

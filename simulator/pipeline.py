@@ -96,7 +96,7 @@ class Lockstep(Line):
         self.broken = False  # the ranks are gone: nothing more is launched
 
     def launch(self, executor: Executor, plan: StepPlan, done: Done) -> None:
-        rank = next(i for i, other in enumerate(self._executors) if other is executor)
+        rank = [id(other) for other in self._executors].index(id(executor))
         self._plans[rank].append((plan, done))
         self._ring()
 
@@ -109,7 +109,7 @@ class Lockstep(Line):
         event._ok, event._value = True, None  # triggered, as `Event.succeed` does, but last
         assert event.callbacks is not None
         event.callbacks.append(lambda _: self._go())
-        self._env.schedule(event, priority=_LAST)  # type: ignore[arg-type]
+        self._env.schedule(event, priority=_LAST)
 
     def _go(self) -> None:
         self._rung = False

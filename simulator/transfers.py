@@ -304,10 +304,11 @@ class Transfers:
         return kv_bytes(replica.world, block) if holder == STORE else self._device_bytes(replica, block)
 
     def _device_bytes(self, replica: Replica, tokens: int) -> float:
-        """Bytes that all devices of a replica read: one that holds a copy reads it, too."""
+        """Bytes that the devices of a sequence's rank read: one that holds a copy reads it, too."""
         setup = replica.world.setup
         page = setup.block_size * setup.kv_bytes_per_slot
-        return Paging(setup.block_size, setup.groups).pages(tokens) * page * devices_of(replica.world)
+        devices = devices_of(replica.world) // setup.config.dp
+        return Paging(setup.block_size, setup.groups).pages(tokens) * page * devices
 
     def _computing_s(self, replica: Replica, queries: int, keys: int) -> float:
         queries, keys = (-(-n // _ROUND) * _ROUND for n in (queries, keys))

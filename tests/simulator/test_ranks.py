@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import simpy
 
 from twinfer.core.config import EngineConfig
-from twinfer.core.fleet import Fleet
+from twinfer.core.events import Abort
+from twinfer.core.fleet import Failure, Fleet
 from twinfer.core.params import SamplingParams
 from twinfer.core.records import RunRecord, StepRecord
 from twinfer.core.registry import Registry
@@ -18,6 +21,7 @@ from twinfer.core.request import Request
 from twinfer.core.work import RowShape, StepShape
 from twinfer.core.workload import Workload
 from twinfer.simulator.fleet_run import FleetRun, prepare_pools
+from twinfer.simulator.op_time import host_op
 from twinfer.simulator.pipeline import StagedTimer
 from twinfer.simulator.run import World, prepare, run_world, simulate
 
@@ -90,8 +94,6 @@ def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
 
 
 def _host(world: World, tokens: int) -> float:
-    from twinfer.simulator.op_time import host_op
-
     return world.chain.time(host_op(StepShape((RowShape(tokens, tokens),), 1))).seconds
 
 
@@ -137,8 +139,6 @@ def test_limits_of_a_rank_are_its_share() -> None:
 
 
 def test_fleets_of_replicas_with_ranks_fail_and_come_back_whole() -> None:
-    from twinfer.core.fleet import Failure
-
     requests = [ask(i, 100, 20, at=0.002 * i) for i in range(24)]
     fleet = Fleet(engine=SPARSE, replicas=2, failures=(Failure(replica=0, at=0.05),), load_bandwidth=1e13)
     pools = {name: replace(w, requests=requests) for name, w in prepare_pools(fleet, Workload(), REGISTRY).items()}
@@ -150,3 +150,33 @@ def test_fleets_of_replicas_with_ranks_fail_and_come_back_whole() -> None:
         assert all(rank.core.audit() == [] and not rank.core.has_work for rank in replica.ranks)
         assert not replica.pieces and not any(rank.num_requests for rank in replica.ranks)
     assert len(record.metrics["replicas"]) == 2
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 1}, {"dp": 1, "ep": 1, "tp": 2, "pp": 3}])
+def test_aborts_and_failures_amid_steps_on_their_way(layout: dict[str, int]) -> None:
+    """Clients go away at random moments while a replica breaks: who stays gets all tokens, and all blocks come back."""
+    draws = random.Random(7)
+    config = SPARSE.model_copy(update=layout)
+    requests = [ask(i, draws.randrange(1, 300), draws.randrange(1, 30), 0.003 * i) for i in range(30)]
+    fleet = Fleet(engine=config, replicas=2, failures=(Failure(replica=1, at=0.11),), load_bandwidth=1e13)
+    pools = {name: replace(w, requests=requests) for name, w in prepare_pools(fleet, Workload(), REGISTRY).items()}
+    done = FleetRun(fleet, pools, keep=True)
+    gone = set()
+
+    def leave() -> Iterator[simpy.Event]:
+        for _ in range(8):
+            yield done.env.timeout(draws.uniform(0.01, 0.04))
+            for replica in done.replicas:
+                if replica.state == "serving" and replica.pieces:
+                    name = draws.choice(list(replica.pieces))
+                    gone.add(replica.pieces[name].job.request.id)
+                    replica.tell(Abort(name))
+
+    done.env.process(leave())
+    record, _ = done.run()
+    assert len(gone) > 5 and record.metrics["num_failures"] == 1
+    for asked, r in zip(requests, record.requests, strict=True):
+        assert (r.reason == "length" and r.num_output_tokens == asked.params.max_tokens) or asked.id in gone, r
+    for replica in done.replicas:
+        assert all(rank.core.audit() == [] and not rank.core.has_work for rank in replica.ranks)
+        assert not replica.pieces and not any(rank.num_requests for rank in replica.ranks)
