@@ -200,9 +200,13 @@ class FleetFlags:
 
     def _router(self, name: str, text: str) -> Choice:
         from twinfer.core.config import Choice, parse_choice
+        from twinfer.core.errors import ConfigError
 
         choice = Choice(**parse_choice(text, "--" + name.replace("_", "-")))
-        self.session.registry.build("router", choice)  # now, not after the model has been loaded
+        try:
+            self.session.registry.build("router", choice)  # now, not after the model has been loaded
+        except ConfigError as error:
+            raise ConfigError("--" + name.replace("_", "-"), error.value, error.problem, error.fix) from None
         return choice
 
     def _decode(self, config: EngineConfig) -> EngineConfig:

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,6 +128,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         from twinfer.core.errors import TwinferError
 
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # no file can have it, whoever asked
+            return _fail(f"{str(error.filename)[:80]}...: too long for the name of a file; check the path")
         if not isinstance(error, TwinferError):
             raise
         return _fail(str(error))

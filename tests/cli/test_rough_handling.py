@@ -54,6 +54,11 @@ def test_nothing_is_accepted_and_ignored(cli: Callable, args: tuple[str, ...], w
         (("--kv-latency", "inf", "--prefill-replicas", "1", "--decode-replicas", "1"), ("--kv-latency=inf", "finite")),
         (("--scheduler", "continuous:chunk_size=8,chunk_size=9"), ("--scheduler", "given twice")),
         (("--scheduler", "continuous:chunk_size=8", "--scheduler.chunk-size", "9"), ("--scheduler.chunk-size", "once")),
+        (
+            ("--decode-router", "<", "--prefill-replicas", "1", "--decode-replicas", "1"),
+            ("--decode-router='<'", "known"),
+        ),
+        (("--trace", "x" * 999), ("too long for the name of a file",)),
         (("--scheduler", "x" * 999), ("--scheduler='xxx", "...'", "known")),
     ],
 )
