@@ -25,7 +25,7 @@ from twinfer.simulator.plan_drive import Drive, OnProgress
 from twinfer.simulator.plan_file import Plan, read_plan
 from twinfer.simulator.plan_neighbours import cheaper_fleets
 from twinfer.simulator.plan_pool import open_pool
-from twinfer.simulator.plan_search import Found, confirm_device, drawn, screen_device
+from twinfer.simulator.plan_search import Found, confirm_device, drawn, finish_whole, screen_device
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import FLEET, PROOF, Evaluator, Outcome, ShouldStop, Trial
 
@@ -90,6 +90,10 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
         result.verdicts |= item.verdicts
     rate = evaluator.demand.rate
     fleets, proof = _proved(evaluator, drive, found)
+    if fleets and not drive.stopped:  # what is said of the answer is said of its whole fleet
+        best = found[fleets[0].device]
+        drive.run({best.device: finish_whole(best, question, evaluator)})
+        fleets[0] = fleet_of(best, question, evaluator.devices[best.device], rate)
     front = front_of(fleets, question.goals)
     fleets = [replace(fleet, on_front=i in front) for i, fleet in enumerate(fleets)]
     done = not drive.stopped

@@ -35,10 +35,10 @@ class Fleet:
     """One confirmed fleet, of one device type. Money in US$, times in s, `band` of the middle 80 %.
 
     cost_per_million: per million output tokens of requests that kept every limit.  goodput: largest rate in
-    requests per s at which the promises are kept in every look (goodput_spread: the least and the most of them); clients:
+    requests per s at which the promises are kept in every draw (goodput_spread: the least and the most of them); clients:
     of a closed loop, as many as it then serves.  next_limit: what breaks above it.
     values: of the draw of the traffic that comes nearest to a limit, spread: of all `seeds` draws, band: with all steps
-    faster and slower, least and most of all looks.
+    faster and slower, least and most of all draws.
     """
 
     device: str
@@ -115,7 +115,7 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
     if question.workload.concurrency is not None:
         clients = max(1, round(question.workload.concurrency * found.load))
         served = found.at_load or outcome
-        goodputs = [served.requests_per_second * (found.share if found.at_load is not None else 1)]
+        goodputs = [served.requests_per_second * (found.share if found.at_load is not None else 1.0)]
     return Fleet(
         device=design.device, label=label_of(design, found.replicas), design=design.key,
         config=design.config.model_dump(mode="json"), replicas=found.replicas, num_devices=found.num_devices,

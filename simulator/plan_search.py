@@ -7,7 +7,7 @@ On one device type, where cost is the number of devices:
                             is first tried with the most replicas that are no dearer than the best so far
     confirm                 the best of those that were screened, smallest fleet on the whole fleet and all traffic
     finish                  goodput at the SLO by bisection over the rate (of a closed loop, over its clients) and the 80 % band,
-                            with one replica of the fleet, several times: other replicas, other draws of the traffic
+                            with some replicas of the fleet (of the answer, with all), in several draws of the traffic
 
 Assumption: more replicas never break a promise that fewer keep, and more traffic never mends one.
 
@@ -49,6 +49,10 @@ class Scope(Protocol):
         """Seeds that a trial at a level is asked with."""
         ...
 
+    def share(self, level: str, replicas: int) -> float:
+        """How many times the replicas of a trial at a level a fleet is."""
+        ...
+
     def snapped(self, load: float) -> float:
         """The nearest load that can be simulated."""
         ...
@@ -85,9 +89,9 @@ class Found:
 
     outcome: of the draw of the traffic that comes nearest to a limit; draws: of all.
     verdicts: for every design, by key, why it is not the answer ("" for the answer).  loads: how many times the traffic
-    the fleet carries, look by look; load: the least of them, with the outcome there and just above (at_load, breaks).
-    share: replicas of the fleet that the one of `at_load` stands for.
-    slow, fast: of one replica at the ends of the 80 % band, look by look.
+    the fleet carries, draw by draw; load: the least of them, with the outcome there and just above (at_load, breaks).
+    share: how many times the replicas of `at_load` the fleet is.
+    slow, fast: at the ends of the 80 % band, draw by draw.
     screened: designs that passed the first look, best first.
     """
 
@@ -101,7 +105,7 @@ class Found:
     loads: list[float] = field(default_factory=list)
     breaks: Outcome | None = None
     at_load: Outcome | None = None
-    share: int = 1
+    share: float = 1.0
     slow: list[Outcome] = field(default_factory=list)
     fast: list[Outcome] = field(default_factory=list)
     screened: list[Screened] = field(default_factory=list)
@@ -236,12 +240,18 @@ def _confirm(found: Found, screened: Sequence[Screened], question: Question, sco
         found.draws = best.draws
 
 
-def _finish(found: Found, question: Question, scope: Scope) -> Search[None]:
+def finish_whole(found: Found, question: Question, scope: Scope) -> Search[Found]:
+    """Goodput and band of `found` with all of its replicas."""
+    yield from _finish(found, question, scope, FLEET)
+    return found
+
+
+def _finish(found: Found, question: Question, scope: Scope, name: str = REPLICA) -> Search[None]:
     design, n = found.design, found.replicas
     assert design is not None and found.outcome is not None
     width = 1 + Z80 * found.outcome.sigma
-    view = scope.level(REPLICA, n)
-    found.share = n if view == REPLICA else 1
+    view = scope.level(name, n)
+    found.share = scope.share(view, n)
     seeds = range(scope.looks(view, design, n))
     ends = yield [
         Trial(design=design.index, replicas=n, level=view, steps=s, seed=seed)
@@ -355,4 +365,15 @@ def _count(screened: Screened) -> str:
     return f"{screened.replicas * screened.design.num_devices} devices"
 
 
-__all__ = ["Found", "Scope", "Search", "confirm_device", "drawn", "needed", "screen_device", "smallest", "why_not"]
+__all__ = [
+    "Found",
+    "Scope",
+    "Search",
+    "confirm_device",
+    "drawn",
+    "finish_whole",
+    "needed",
+    "screen_device",
+    "smallest",
+    "why_not",
+]

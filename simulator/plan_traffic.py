@@ -81,23 +81,20 @@ class Traffic:
         return self._parts[seed]
 
     def dealt(
-        self, replicas: int, *, whole: bool, screen: bool, shares: Sequence[int] | None, load: float, seed: int
+        self, replicas: int, *, whole: bool, screen: bool, shares: Sequence[int], merged: bool, load: float, seed: int
     ) -> list[list[Request]]:
-        """Requests of each of `shares`, numbers of replicas among `replicas`; None: all requests in one list.
+        """Requests of each of `shares`, numbers of replicas among `replicas`; merged: all of these in one list.
 
         whole: of all traffic instead of the part that is used to confirm.  screen: of its busiest `screen` per replica.
         """
         requests = self.drawn(seed) if whole else self.part(seed)
         if screen and self.cut:
             requests = busiest(requests, self._question.screen * replicas)
-        origin = requests[0].arrival
+        units = sessions_of(requests) if self.sessions else [[r] for r in requests]
         speed = load if self.clients is None else 1.0
-        if shares is None:
-            return [retimed(requests, speed, origin)]
-        if not self.sessions:
-            return [retimed(requests[i::replicas], speed, origin) for i in shares]
-        sessions = sessions_of(requests)
-        return [retimed(list(chain.from_iterable(sessions[i::replicas])), speed, origin) for i in shares]
+        chosen = [{i for i in shares}] if merged else [{i} for i in shares]
+        lists = ([u for i, u in enumerate(units) if i % replicas in some] for some in chosen)
+        return [retimed(list(chain.from_iterable(found)), speed, requests[0].arrival) for found in lists]
 
 
 def _generate(question: Question, registry: Registry, seed: int) -> list[Request]:

@@ -2,7 +2,7 @@
 
     assess     bounds of a design, nothing is simulated
     screen     one replica of n, on the busiest part of the traffic, every n-th request of it
-    replica    one replica of n, on the busiest part that is used to confirm, every n-th request of it
+    replica    at most 3 replicas of n, on the busiest part that is used to confirm, their requests of it
     fleet      all n replicas on that part, requests dealt out in turn
     proof      all n replicas on all of the traffic
 
@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,6 +42,8 @@ from twinfer.simulator.run import World, prepare, run_world
 
 ASSESS, SCREEN, REPLICA, FLEET, PROOF = "assess", "screen", "replica", "fleet", "proof"
 KEPT_WORLDS = 12  # designs whose op times a process remembers
+POOLED = 3
+"""Replicas that stand for a fleet where one is too few for a percentile, and all take too long."""
 STICKY = ("prefix_aware", "kv_aware")
 """Routers that bring the turns of a session to the replica that has its KV: one of n groups is then like the fleet."""
 
@@ -53,7 +55,7 @@ class Trial:
     """`replicas` of the design number `design`, looked at by `level`.
 
     load: how many times the traffic.  steps: how many times as long all steps take.  bandwidth: share of the
-    device's memory bandwidth.  seed: which draw of the traffic, and of one replica which of them.
+    device's memory bandwidth.  seed: which draw of the traffic.
     """
 
     design: int
@@ -100,10 +102,13 @@ class Evaluator:
         return FLEET if level != ASSESS and len(self.requests) <= self.question.screen else level
 
     def looks(self, level: str, design: Design, replicas: int) -> int:
-        """How many seeds a trial at `level` is asked with: draws of the traffic, or replicas of the fleet."""
-        if self.traffic.varies or design.guesses:
-            return self.question.seeds if level in (REPLICA, FLEET, PROOF) else 1
-        return min(self.question.seeds, replicas) if level == REPLICA else 1
+        """How many seeds a trial at `level` is asked with: draws of the traffic, where it is drawn."""
+        drawn = self.traffic.varies or design.guesses
+        return self.question.seeds if drawn and level in (REPLICA, FLEET, PROOF) else 1
+
+    def share(self, level: str, replicas: int) -> float:
+        """How many times the replicas of a trial at `level` a fleet is."""
+        return replicas / len(_shares(level, replicas))
 
     def snapped(self, load: float) -> float:
         """`load`, or the nearest at which there is a whole number of clients."""
@@ -157,21 +162,21 @@ class Evaluator:
         scattered = traffic.sessions and design.router.partition(":")[0] not in STICKY
         together = trial.level in (FLEET, PROOF) or scattered  # else one replica stands for all
         apart = design.simple and (not together or n == 1 or traffic.cut)
-        which = trial.seed % n
+        shares = range(n) if together else _shares(trial.level, n)
         dealt = traffic.dealt(
-            n, whole=trial.level == PROOF, screen=trial.level == SCREEN, load=trial.load, seed=trial.seed,
-            shares=([which] if not together else range(n) if apart else None),
+            n, whole=trial.level == PROOF, screen=trial.level == SCREEN, load=trial.load, seed=trial.seed, shares=shares,
+            merged=not apart,
         )  # fmt: skip
         clients = traffic.clients_at(trial.load)
-        if clients is not None and not together:
-            clients = max(1, round(clients / n))
+        if clients is not None:
+            clients = max(1, round(clients * (1 if apart else len(shares)) / n))
         world = replace(world, concurrency=clients)
         if trial.seed and design.guesses:
             config = world.setup.config.model_copy(update={"seed": world.setup.config.seed + trial.seed})
             world = replace(world, setup=replace(world.setup, config=config))
         watch = Watch(self.question.goals, sum(map(len, dealt)))
         tally = Tally()
-        groups = n if together else 1
+        groups = len(shares)
         for part in filter(None, dealt):
             here = replace(world, requests=part)
             if apart:
@@ -184,6 +189,12 @@ class Evaluator:
             if not record.complete:
                 return None
         return tally.outcome(world, self.question.goals, groups * design.num_engines, watch.broken)
+
+
+def _shares(level: str, replicas: int) -> Sequence[int]:
+    """Numbers of the replicas that are simulated of a fleet."""
+    count = replicas if level in (FLEET, PROOF) else min(POOLED, replicas) if level == REPLICA else 1
+    return [i * replicas // count for i in range(count)]
 
 
 def _quiet(done: int, total: int, info: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ class Looks:
     def looks(self, level: str, design: Design, replicas: int) -> int:
         return 1
 
+    def share(self, level: str, replicas: int) -> float:
+        return 1.0
+
     def snapped(self, load: float) -> float:
         return load
 

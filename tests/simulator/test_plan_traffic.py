@@ -48,7 +48,9 @@ def same(outcome: Outcome, metrics: Mapping[str, Any]) -> None:
 def test_sessions_stay_whole_and_a_fleet_is_the_one_that_simulate_predicts(router: str) -> None:
     evaluator = Evaluator(question(SESSIONS, {"router": (router,)}), REGISTRY)
     assert evaluator.traffic.sessions and not evaluator.traffic.cut
-    shares = evaluator.traffic.dealt(2, whole=False, screen=False, shares=range(2), load=1.0, seed=0)
+    shares = evaluator.traffic.dealt(2, whole=False, screen=False, shares=range(2), merged=False, load=1.0, seed=0)
+    (both,) = evaluator.traffic.dealt(2, whole=False, screen=False, shares=range(2), merged=True, load=1.0, seed=0)
+    assert both == list(evaluator.requests)
     assert sorted(r.id for r in chain.from_iterable(shares)) == sorted(r.id for r in evaluator.requests)
     for part in shares:
         for session in sessions_of(part):
@@ -80,7 +82,7 @@ def test_a_closed_loop_is_asked_by_its_clients() -> None:
     assert evaluator.snapped(1.26) == 1.25 and evaluator.most_load == 1.0
     pair = simulate_fleet(Fleet(engine=config, replicas=2), LOOP, REGISTRY, bands=False)
     same(asked(evaluator, replicas=2), pair.metrics)
-    assert asked(evaluator, replicas=2, level=REPLICA).num_requests == 40
+    assert asked(evaluator, replicas=4, level=REPLICA).num_requests == 60 and evaluator.share(REPLICA, 4) == 4 / 3
 
 
 def test_a_plan_for_a_closed_loop_finds_how_many_clients_its_fleet_serves() -> None:
