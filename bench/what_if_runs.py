@@ -65,6 +65,8 @@ def decode_s(engine: Engine, batch: int, input_len: int = 256, output_len: int =
     )  # fmt: skip
     if record is None:
         return REFUSED
+    if engine.get("dp", 1) * engine.get("pp", 1) > 1:  # ranks and stages have a step each: between tokens of a request
+        return float(record.metrics["itl"]["p50"])
     steps = [step.seconds for step in record.steps if step.num_decode_rows == step.num_tokens == batch]
     return statistics.median(steps) if steps else "never at once"
 
