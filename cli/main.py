@@ -129,7 +129,11 @@ def main(args: Sequence[str] | None = None) -> int:
         from twinfer.core.errors import TwinferError
 
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # no file can have it, whoever asked
-            return _fail(f"{str(error.filename)[:80]}...: too long for the name of a file; check the path")
+            name = str(error.filename)
+            where = next(
+                (given[i - 1] for i, word in enumerate(given) if i and len(word) > 200 and word in name), "path"
+            )
+            return _fail(f"{where}='{name[:80]}...': is too long for the name of a file; check the path")
         if not isinstance(error, TwinferError):
             raise
         return _fail(str(error))

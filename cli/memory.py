@@ -300,6 +300,12 @@ def _typical_lengths(typical: dict[str, Any], spec: ModelSpec) -> tuple[int, ...
 
     if not typical:
         return ()
+    if "input_len" not in typical and "output_len" not in typical:
+        name, value = next(iter(typical.items()))
+        option = "--" + name.replace("_", "-")
+        raise ConfigError(
+            option, value, "it is of requests whose lengths are not given", "give --input-len and --output-len"
+        )
     if "input_len" not in typical or "output_len" not in typical:
         missing = "--output-len" if "input_len" in typical else "--input-len"
         raise ConfigError(missing, None, "typical requests need both lengths", "give --input-len and --output-len")

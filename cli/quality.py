@@ -19,6 +19,9 @@ _CHANGES = ("attention", "quantizer")
 """Decisions that change what a model answers; printed with its perplexity."""
 
 
+MAX_CHUNK = 2**24
+
+
 def add_commands(app: typer.Typer) -> None:
     app.command("perplexity")(perplexity)
 
@@ -56,6 +59,8 @@ def perplexity(
     session: Session = ctx.obj
     if max_tokens is not None and max_tokens < 2:
         raise ConfigError("--max-tokens", max_tokens, "nothing to score", "give at least 2")
+    if chunk > MAX_CHUNK:
+        raise ConfigError("--chunk", chunk, "is too large", f"give at most {MAX_CHUNK}")
     content = read_text(text)
     fields: dict[str, Any] = {"model": model}
     if device is not None:

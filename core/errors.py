@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 _SHOWN = 120
@@ -34,7 +35,7 @@ class ConfigError(TwinferError):
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = repr(str(value) if isinstance(value, PurePath) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
 
 

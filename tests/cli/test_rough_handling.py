@@ -58,7 +58,7 @@ def test_nothing_is_accepted_and_ignored(cli: Callable, args: tuple[str, ...], w
             ("--decode-router", "<", "--prefill-replicas", "1", "--decode-replicas", "1"),
             ("--decode-router='<'", "known"),
         ),
-        (("--trace", "x" * 999), ("too long for the name of a file",)),
+        (("--trace", "x" * 999), ("--trace='xxx", "too long for the name of a file")),
         (("--scheduler", "x" * 999), ("--scheduler='xxx", "...'", "known")),
     ],
 )
