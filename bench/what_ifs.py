@@ -220,7 +220,8 @@ def experts() -> None:
                 input_len=16,
                 output_len=2,
             )
-            room = REFUSED if one is None else f"{one.steps[0].total_blocks * one.steps[0].block_size:,}"
+            pools = layout.get("dp", 1)  # a step tells of its rank's
+            room = REFUSED if one is None else f"{pools * one.steps[0].total_blocks * one.steps[0].block_size:,}"
             yield [name, room, *(decode_ms(engine, n) for n in rows_of)]
 
     table(

@@ -122,7 +122,7 @@ class Tally:
     def add(self, record: RunRecord, sigma: float) -> None:
         self.requests += record.requests
         self.sigma = max(self.sigma, sigma)
-        most = int(record.config["max_num_seqs"])
+        most = -(-int(record.config["max_num_seqs"]) // int(record.config.get("dp", 1)))  # of one rank
         for step in record.steps:
             self._step(step, most)
         self.preemptions += sum(r.num_preemptions for r in record.requests)
@@ -152,7 +152,8 @@ class Tally:
                 values[name] = statistic_of(found, statistic)
         end, parts, waits = self.end, self.every.parts(world), self.queued.parts(world)
         per_second = 1 / end if end > 0 else 0.0
-        busy = min(1.0, self.seconds * per_second / replicas)
+        at_once = world.setup.config.dp * world.setup.config.pp  # steps of a replica
+        busy = min(1.0, self.seconds * per_second / (replicas * at_once))
         served = [r for r in self.requests if r.num_output_tokens]
         return Outcome(
             values=values, hopeless="" if broken is None else str(broken), num_requests=len(self.requests),
