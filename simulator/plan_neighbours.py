@@ -46,7 +46,7 @@ def cheaper_fleets(
         as_asked = trial.level in (SCREEN, FLEET) and (trial.load, trial.steps, trial.bandwidth) == (1.0, 1.0, 1.0)
         if as_asked and not outcome.keeps(goals):
             failed.setdefault(trial.design, []).append((trial, outcome))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for design in _neighbours(best.design, found, designs):
         unit_price = devices[design.device].price_per_hour
         if (
