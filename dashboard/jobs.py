@@ -35,7 +35,7 @@ from twinfer.core.run_store import default_root
 
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 OVER = ("done", "failed", "cancelled")
-GRACE = 8.0  # seconds a worker has to stop by itself before it is killed
+GRACE = 30.0  # seconds a worker has to stop by itself before it is killed
 KEPT = 200  # finished jobs whose folders are kept
 
 

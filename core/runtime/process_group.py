@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twinfer.core.runtime.parallel import Mark, Parallel
 
-JOIN_S = 30  # all ranks have told that they are up: they meet within milliseconds
+JOIN_S = 120  # all ranks have told that they are up: they meet within milliseconds
 STUCK_S = 600  # a rank that is alive but has not come to a collective for so long will not come
 
 

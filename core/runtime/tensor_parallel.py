@@ -48,8 +48,8 @@ OnPhase = Callable[[str], None]
 
 MEET_S = 0.1  # between two looks at processes while the ranks meet
 POLL_S = 1.0  # between two looks at processes whose pipes are silent
-BLAME_S = 5.0  # for a rank that failed to be told from those that only lost it
-END_S = 5.0  # for a rank to end by itself
+BLAME_S = 30.0  # for a rank that failed to be told from those that only lost it
+END_S = 10.0  # for a rank to end by itself
 
 _BOOT = (
     "import signal, sys; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)]\n"

@@ -140,18 +140,38 @@ def test_a_record_with_fields_of_other_types_is_damaged(cli: Callable, tmp_path:
     assert "damaged" in cli("compare", "--list", "--runs-dir", tmp_path).out
 
 
+BEGAN = """
+from pathlib import Path
+from twinfer import hookimpl
+
+@hookimpl
+def on_step(plan, result):
+    Path({path!r}).touch()
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_leaves_what_is_done(tmp_path: Path, tiny_llama_dir: Path, number: signal.Signals) -> None:
+    """It is stopped once it has taken a step; its requests go on arriving for half an hour."""
+    plugins, began = tmp_path / "plugins", tmp_path / "began"
+    plugins.mkdir()
+    (plugins / "began.py").write_text(BEGAN.format(path=str(began)))
     command = [
-        sys.executable, "-m", "twinfer.cli.main", "run", "--model", str(tiny_llama_dir), "--requests", "500",
-        "--rate", "20", "--input-len", "8", "--output-len", "40", "--runs-dir", str(tmp_path),
+        sys.executable, "-m", "twinfer.cli.main", "--plugins-dir", str(plugins), "run", "--model", str(tiny_llama_dir),
+        "--requests", "2000", "--rate", "1", "--input-len", "8", "--output-len", "40", "--runs-dir", str(tmp_path / "runs"),
     ]  # fmt: skip
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        time.sleep(10)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        try:
+            end = time.monotonic() + 300
+            while not began.exists() and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            assert began.exists(), process.stderr.read() if process.poll() is not None and process.stderr else "no step"
+            process.send_signal(number)
+            _, err = process.communicate(timeout=300)
+        finally:
+            process.kill()  # or leaving the block would wait for it
     assert process.returncode == 130 and "Traceback" not in err
-    (summary,) = RunStore(tmp_path).list()
-    record = RunStore(tmp_path).load(summary.id)
-    assert not record.complete and not summary.problem
+    (summary,) = RunStore(tmp_path / "runs").list()
+    record = RunStore(tmp_path / "runs").load(summary.id)
+    assert not record.complete and not summary.problem and record.steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def _script(root: str, page: str, plugin_dirs: list[str]) -> None:
 @pytest.fixture
 def page(tmp_path: Path) -> Callable[..., AppTest]:
     def open_page(name: str = "techniques", plugin_dirs: tuple[str, ...] = (), **params: str) -> AppTest:
-        at = AppTest.from_function(_script, args=(str(tmp_path), name, list(plugin_dirs)), default_timeout=40)
+        at = AppTest.from_function(_script, args=(str(tmp_path), name, list(plugin_dirs)), default_timeout=300)
         for key, value in params.items():
             at.query_params[key] = value
         at.run()
@@ -222,7 +223,7 @@ def test_a_model_without_weights_is_predicted_only(page):
 def test_a_prediction_cut_at_the_deadline_says_so(page, monkeypatch):
     from twinfer.dashboard import resources
 
-    monkeypatch.setattr(resources, "DEADLINE", 0.0)
+    monkeypatch.setattr(resources, "DEADLINE", -1.0)
     at = page(**SMALL)
     assert any("too large for an estimate at once" in w.value for w in at.warning)
     assert "nothing to draw yet" in texts(at)  # never drawn as whole
@@ -242,7 +243,7 @@ def test_a_large_workload_is_sampled_and_says_so(page, monkeypatch):
 def test_the_page_does_not_wait_for_ever_for_estimates(page, monkeypatch):
     from twinfer.dashboard import resources
 
-    monkeypatch.setattr(resources, "PATIENCE", 0.0)
+    monkeypatch.setattr(resources, "PATIENCE", -1.0)
     at = page(**SMALL)
     assert any(c.isdigit() for c in values(at)["Throughput"])  # yours always
     assert "not estimated" in str(spec(at, "techniques")["layout"]["annotations"])
@@ -324,14 +325,12 @@ def test_starting_a_run_shows_its_progress_and_outcome(page, tmp_path):
     assert not at.exception
     job = shown_url(at)["job"]
     jobs = JobManager(tmp_path)
-    for _ in range(300):
-        at.run()
-        if jobs.get(job).over and any(b.value == "done" or "done" in str(b.value) for b in at.markdown):
-            break
-        import time
-
+    end = time.monotonic() + 300
+    while not jobs.get(job).over and time.monotonic() < end:
+        at.run()  # timers do not tick here
         time.sleep(0.1)
     assert jobs.get(job).state == "done"
+    at.run()
     assert "1 of 1 runs" in texts(at)
     at.button(key="dismiss").click().run()
     assert "job" not in shown_url(at)

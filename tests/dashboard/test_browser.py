@@ -29,7 +29,7 @@ FLAGS = (
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 SMALL = "num_requests=4&output_len=8&input_len=16&spread=0&v=1"
-ENDLESS = "scheduler=slow&num_requests=60000&output_len=64&input_len=16&spread=0&v=1"
+ENDLESS = "scheduler=slow&num_requests=60000&output_len=32&input_len=16&spread=0&v=1"
 WIDTHS = {"desktop": (1440, 2400), "phone": (390, 3800)}
 ROWS = "Rows in a batch"
 

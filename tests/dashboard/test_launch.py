@@ -51,7 +51,7 @@ def test_a_taken_default_port_is_replaced_and_a_taken_wish_refused():
 
 def test_the_server_comes_up_and_goes_down(tmp_path: Path):
     with launcher.Server(tmp_path) as server:
-        with urllib.request.urlopen(f"{server.url}/techniques", timeout=10) as answer:
+        with urllib.request.urlopen(f"{server.url}/techniques", timeout=120) as answer:
             assert answer.status == 200 and "Streamlit" in answer.read().decode()
         assert server.process.poll() is None
     assert server.process.poll() is not None

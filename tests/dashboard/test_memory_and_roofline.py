@@ -47,7 +47,7 @@ def _script(root: str, page: str) -> None:
 @pytest.fixture
 def page(tmp_path: Path) -> Callable[..., AppTest]:
     def open_page(name: str, **params: str) -> AppTest:
-        at = AppTest.from_function(_script, args=(str(tmp_path), name), default_timeout=40)
+        at = AppTest.from_function(_script, args=(str(tmp_path), name), default_timeout=300)
         for key, value in params.items():
             at.query_params[key] = value
         at.run()

@@ -101,7 +101,7 @@ import json, sys
 from streamlit.testing.v1 import AppTest
 
 app = "from twinfer.dashboard.app import main; main(['--runs-dir', {!r}], first='techniques')"
-at = AppTest.from_string(app.format(sys.argv[1]), default_timeout=60)
+at = AppTest.from_string(app.format(sys.argv[1]), default_timeout=300)
 for key, value in {"num_requests": "4", "output_len": "8", "input_len": "16"}.items():
     at.query_params[key] = value
 at.run()

@@ -78,7 +78,7 @@ def test_threads_take_turns_and_each_gets_its_own_answers(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert found == dict.fromkeys(range(4), alone)
 
 

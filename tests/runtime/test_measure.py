@@ -20,7 +20,7 @@ def test_all_ops_are_timed_and_the_fit_knows_all_of_them(tiny_llama_dir: Path) -
 
     seen: list[float] = []
     found = measure(
-        str(tiny_llama_dir), budget_s=300, on_progress=lambda f, m: seen.append(f), registry=REGISTRY, max_rounds=2
+        str(tiny_llama_dir), budget_s=3000, on_progress=lambda f, m: seen.append(f), registry=REGISTRY, max_rounds=2
     )  # fmt: skip
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 1
     spec, ops_of = adapted(EngineConfig(model=str(tiny_llama_dir), dtype="float32"), REGISTRY)
@@ -72,7 +72,7 @@ def test_a_format_is_measured_on_its_own_kernels(tiny_llama_dir: Path) -> None:
     if why_not():
         pytest.skip(f"needs the native kernels: {why_not()}")
     quantizer = Choice(name="int8")
-    found = measure(str(tiny_llama_dir), budget_s=300, registry=REGISTRY, max_rounds=1, quantizer=quantizer)
+    found = measure(str(tiny_llama_dir), budget_s=3000, registry=REGISTRY, max_rounds=1, quantizer=quantizer)
     assert found.quantizer == "int8" and found.kv_dtype == "float32"
     spec, ops_of = adapted(EngineConfig(model=str(tiny_llama_dir), dtype="float32", quantizer=quantizer), REGISTRY)
     device = device_of(found, spec, REGISTRY, ops_of=ops_of)

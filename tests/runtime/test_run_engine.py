@@ -58,7 +58,7 @@ def test_decisions_environment_and_ops_are_in_the_record(tiny_llama_dir: Path) -
     assert record.workload["num_requests"] == 2
     step = record.steps[-1]
     assert {"qkv_proj", "attention", "lm_head", "sample", "host"} <= set(step.ops)
-    assert sum(step.ops.values()) == pytest.approx(step.seconds, rel=0.5)
+    assert 0 < sum(step.ops.values()) <= step.seconds * (1 + 1e-9)  # the step holds what the driver does besides
 
 
 def test_arrivals_are_honoured_on_the_wall_clock(tiny_llama_dir: Path) -> None:
@@ -131,13 +131,12 @@ def test_a_stopped_run_is_a_valid_partial_record(tiny_llama_dir: Path) -> None:
 
 
 def test_a_run_can_be_stopped_while_it_waits_for_arrivals(tiny_llama_dir: Path) -> None:
-    begin = time.monotonic()
+    """The first request takes a few steps; the many looks after them are of the wait for the second, minutes away."""
+    polls = iter(range(10_000))
     record = run_engine(
-        config(tiny_llama_dir),
-        workload(num_requests=2, rate=0.001, seed=3),
-        should_stop=lambda: time.monotonic() - begin > 3,
+        config(tiny_llama_dir), workload(num_requests=2, rate=0.001, seed=3), should_stop=lambda: next(polls) > 40
     )
-    assert not record.complete and time.monotonic() - begin < 60
+    assert not record.complete and record.metrics["num_completed"] == 1
 
 
 def test_prompts_as_texts_and_requests_that_do_not_fit(tiny_llama_dir: Path) -> None:

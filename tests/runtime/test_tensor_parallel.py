@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from twinfer.core.request import Request
 from twinfer.core.runtime.llm import LLM
 from twinfer.core.runtime.loading import load_share, torch_executor
 from twinfer.core.runtime.parallel import Parallel
+from twinfer.core.runtime.process_group import STUCK_S
 from twinfer.core.runtime.run import run_engine
 from twinfer.core.runtime.tensor_parallel import Ranks
 from twinfer.core.runtime.tensor_parallel_rank import Step, weight_bytes
@@ -200,14 +202,15 @@ def test_a_rank_that_dies_before_the_ranks_meet(registry: Registry, monkeypatch:
             made.append(self)
             self.processes[0].kill()
             self.processes[0].wait()  # so that it cannot have come already
-            begin = time.monotonic()
-            try:
-                return super()._meet(store + "-elsewhere")
-            finally:
-                assert time.monotonic() - begin < 5
+            return super()._meet(store)
 
-    with pytest.raises(EngineError, match=r"rank 1 of --tp 2 died meeting the others \(exit code -9"):
-        Doomed(2, CPU, registry, lambda phase: None)
+    given_up = threading.Event()  # rank 0 goes on waiting for the other until this test has ended
+    monkeypatch.setattr("twinfer.core.runtime.tensor_parallel.join", lambda *given: given_up.wait(600))
+    try:
+        with pytest.raises(EngineError, match=r"rank 1 of --tp 2 died meeting the others \(exit code -9"):
+            Doomed(2, CPU, registry, lambda phase: None)
+    finally:
+        given_up.set()
     assert_ended(made[0])
 
 
@@ -259,7 +262,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_its_record(
     config = EngineConfig.model_validate({"model": str(tiny_llama_dir), "tp": 2, "max_num_seqs": 2})
     with pytest.raises(EngineError, match=r"rank 1 of --tp 2 died in a step \(exit code -9, SIGKILL\)") as caught:
         run_engine(config, Workload(num_requests=200, input_len=20, output_len=30), on_progress=on_progress)
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < STUCK_S  # by its end, not by what it failed to do
     assert "starting 2 ranks" in phases and "loading the shares of 2 ranks" in phases
     assert_ended(made[0])
     record = caught.value.record
@@ -292,13 +295,13 @@ def test_ranks_end_with_their_engine(how: signal.Signals, tiny_llama_dir: Path) 
         else:
             os.kill(engine.pid, how)
         try:
-            code_of_engine = engine.wait(20)
+            code_of_engine = engine.wait(300)
         except subprocess.TimeoutExpired:
             os.killpg(engine.pid, signal.SIGKILL)  # or leaving the block would wait for it
             raise
         errors = engine.stderr.read().decode()
     assert code_of_engine == -how, errors
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while _alive(rank) and time.monotonic() < end:
         time.sleep(0.02)
     assert not _alive(rank)
