@@ -231,7 +231,9 @@ def test_a_real_run_of_a_tiny_model(jobs: JobManager, tmp_path: Path, tiny_llama
 
 
 def test_a_real_run_is_cancelled_and_its_part_is_kept(jobs: JobManager, tmp_path: Path, tiny_llama_dir: Path):
-    scenario = CHEAP.edited(model=str(tiny_llama_dir), max_model_len=128, num_requests=5000, output_len=32, scheduler="slow")
+    scenario = CHEAP.edited(
+        model=str(tiny_llama_dir), max_model_len=128, num_requests=5000, output_len=32, scheduler="slow"
+    )
     ident = jobs.start([task_of(scenario, "engine", "long")], "long")
     job = until(jobs, ident, lambda j: j.done > 3)
     assert job.state == "running" and job.total == 5000 and job.info["phase"] == "run"
