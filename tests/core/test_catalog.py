@@ -173,7 +173,7 @@ def test_config_json_and_folder_are_the_same_model(tmp_path: Path) -> None:
         (small(rms_norm_eps=[1]), "rms_norm_eps"), (small(torch_dtype="float13"), "float13"),
         (small(num_key_value_heads=3), "does not divide"), (small(num_hidden_layers=0), "num_layers=0"),
         (small(num_attention_heads=0), "num_heads=0"),
-        (small(quantization_config={"quant_method": "hqq"}), "'hqq' are not known; known: fp8, gptq, awq"),
+        (small(quantization_config={"quant_method": "hqq"}), "'hqq' are not known; known: fp8, fbgemm_fp8, gptq, awq"),
         (deepseek("V2", topk_method="noaux_tc"), "topk_method='noaux_tc', which is not supported"),
         (deepseek("V2", norm_topk_prob=True), "norm_topk_prob=True"),
         (deepseek("V3", scoring_func="softmax"), "it must be 'sigmoid'"),

@@ -84,7 +84,8 @@ def test_what_a_configuration_leaves_out_is_what_transformers_assumes(family: st
         (dict(torch_dtype="float13"), "dtype 'float13'"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not known for LlamaForCausalLM"),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True, which is not supported"),
-        (dict(quantization_config={"quant_method": "bitsandbytes"}), "stored as 'bitsandbytes' are not known"),
+        (dict(quantization_config={"quant_method": "quanto"}), "stored as 'quanto' are not known"),
+        (dict(quantization_config={"quant_method": "bitsandbytes"}), "neither load_in_8bit nor load_in_4bit"),
     ],
 )
 def test_oddities_are_refused(changes: dict[str, object], words: str) -> None:
