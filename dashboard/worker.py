@@ -97,11 +97,15 @@ class Worker:
                 if not record.complete and self.stopped:
                     raise Cancelled
             except TwinferError as error:
+                if self.stopped:
+                    raise
                 failed += 1
                 self.emit("problem", task=index, text=str(error))
             except Cancelled:
                 raise
             except Exception as error:
+                if self.stopped:
+                    raise
                 failed += 1
                 traceback.print_exc()
                 self.emit("problem", task=index, text=f"{type(error).__name__}: {error}")
@@ -180,13 +184,18 @@ def main(folder: str) -> int:
     except Cancelled:
         worker.interruptible = False
         worker.emit("end", state="cancelled")
-    except TwinferError as error:  # a plugin of the whole job does not load
+    except Exception as error:
+        if worker.stopped:  # a library that was being imported may wrap `Cancelled` in an error of its own
+            worker.interruptible = False
+            worker.emit("end", state="cancelled")
+            return 0
+        if not isinstance(error, TwinferError):
+            traceback.print_exc()
+            worker.emit("end", state="failed", text=f"{type(error).__name__}: {error}")
+            return 1
+        # a plugin of the whole job does not load
         worker.emit("end", state="failed", text=str(error))
         return 2
-    except Exception as error:
-        traceback.print_exc()
-        worker.emit("end", state="failed", text=f"{type(error).__name__}: {error}")
-        return 1
     return 0
 
 
