@@ -52,9 +52,12 @@ class Mistake:
 
 
 def first_mistake(error: ValidationError) -> Mistake:
-    """The first thing that `error` complains about."""
-    first = error.errors()[0]
-    problem, fix = _words(first["type"], first.get("ctx") or {}, first["msg"])
+    """The first thing that `error` complains about; of a field that may be of several kinds, the one that came furthest."""
+    errors = error.errors()
+    same = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(same, key=lambda each: len(each["loc"]))
+    nan = first["type"] in _BOUNDS and str(first.get("input")).strip().lower() in ("nan", "+nan", "-nan")
+    problem, fix = _NUMBER if nan else _words(first["type"], first.get("ctx") or {}, first["msg"])
     return Mistake(tuple(map(str, first["loc"])), first.get("input"), problem, fix, first["type"])
 
 

@@ -202,10 +202,11 @@ def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> Bas
             raise ConfigError(
                 option, str(choice), f"{choice.name} has no option {wrong.where!r}", f"its options: {known}"
             ) from None
+        # below a field stand the kinds of value that were tried; a mistake of no single field says itself what it is about
+        what = f"{wrong.field}={choice.options.get(wrong.field)!r} " if wrong.field else ""
         raise ConfigError(
-            option, str(choice), f"{choice.name}: {wrong.where}={wrong.value!r} {wrong.problem}",
-            f"{wrong.fix}; its options: {known}",
-        ) from None  # fmt: skip
+            option, str(choice), f"{choice.name}: {what}{wrong.problem}", f"{wrong.fix}; its options: {known}"
+        ) from None
 
 
 def _one_line(error: Exception) -> str:

@@ -81,19 +81,21 @@ class TreeOptions(AcceptedOptions):
         if isinstance(tree, int):
             if tree and tree < depth:
                 raise ValueError(
-                    f"a tree of {tree} guesses does not reach {depth} tokens ahead: give more, or fewer tokens"
+                    f"a tree of {tree} guesses does not reach {depth} tokens ahead: give more, or a smaller {self.count}"
                 )
             return likeliest(tree, depth, chance) if tree else chain(depth)
         given: tuple[Any, ...] = parse(tree) if isinstance(tree, str) else tree
         if given and isinstance(given[0], int):
             if len(given) > depth:
                 raise ValueError(
-                    f"the tree {tree} is {len(given)} deep, guesses reach {depth} tokens ahead: give {len(given)} tokens"
+                    f"the tree {tree} is {len(given)} deep, guesses reach {depth} tokens ahead: give {self.count}={len(given)}"
                 )
             return full((*given, *(1,) * (depth - len(given))))
         deepest = max(map(len, given), default=0)
         if deepest != depth:
-            raise ValueError(f"the tree is {deepest} deep, guesses reach {depth} tokens ahead: give {deepest} tokens")
+            raise ValueError(
+                f"the tree is {deepest} deep, guesses reach {depth} tokens ahead: give {self.count}={deepest}"
+            )
         return GuessTree(given, chance).nodes
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from twinfer.core.errors import ConfigError
 from twinfer.core.run_store import RunStore
+from twinfer.dashboard import worker
 from twinfer.dashboard.jobs import Job, JobManager, Task
 from twinfer.dashboard.resources import task_of
 from twinfer.dashboard.scenario import Scenario
@@ -242,3 +244,33 @@ def test_a_real_run_is_cancelled_and_its_part_is_kept(jobs: JobManager, tmp_path
     assert ended.state == "cancelled"
     record = RunStore(tmp_path).load(ended.records[0])
     assert record.world == "engine" and not record.complete and 0 < record.metrics["num_completed"] < 5000
+
+
+@pytest.mark.parametrize("wrapped", [RuntimeError, ConfigError])
+def test_a_cancel_that_a_library_wraps_in_its_own_error_is_a_cancel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: type[Exception]
+) -> None:
+    """As pydantic does where it builds a model when the signal comes."""
+    (tmp_path / "job.json").write_text(json.dumps({"runs_dir": str(tmp_path), "tasks": []}), encoding="utf-8")
+    told: list[bool] = [True, False]
+
+    def run(self: worker.Worker) -> None:
+        try:
+            if told.pop(0):
+                self.on_signal(signal.SIGTERM, None)
+        except worker.Cancelled as cancelled:
+            raise make(wrapped) from cancelled
+        raise make(wrapped)
+
+    monkeypatch.setattr(worker.Worker, "run", run)
+    monkeypatch.setattr(worker.os, "nice", lambda by: 0)
+    monkeypatch.setattr(worker.signal, "signal", lambda number, handler: None)
+    assert [worker.main(str(tmp_path)) == 0 for _ in range(2)] == [True, False]
+    states = [
+        json.loads(line)["state"] for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert states == ["cancelled", "failed"]
+
+
+def make(kind: type[Exception]) -> Exception:
+    return kind("--x", 1, "wrong", "another") if kind is ConfigError else kind("wrong")
