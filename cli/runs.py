@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twinfer.cli.session import Session
+    from twinfer.core.compare import Comparison
     from twinfer.core.config import EngineConfig
     from twinfer.core.fleet import Fleet
     from twinfer.core.records import RunRecord
+    from twinfer.core.run_files import RunStoreError
     from twinfer.core.run_store import RunStore
     from twinfer.core.workload import Encode, Workload
 
@@ -108,6 +110,7 @@ def compare(
     from twinfer.core.run_store import RunStore
 
     store = RunStore(scenario.runs_dir)
+    unsaved: RunStoreError | None = None
     if list_runs:
         _list(store, scenario.as_json)
         return
@@ -140,14 +143,21 @@ def compare(
         for world in ("engine", "simulator"):
             record = execute(world, scenario)
             refuse_unserved(record)
-            _save(record, scenario)
+            error = _save(record, scenario)[1]
+            unsaved = unsaved or error
             if not record.complete:
-                raise typer.Exit(show.STOPPED)
+                raise unsaved or typer.Exit(show.STOPPED)
             records.append(record)
     joined = join(*records)
     if scenario.as_json:
         show.print_json(comparison_payload(joined, records))
-        return
+    else:
+        _print_comparison(joined)
+    if unsaved is not None:
+        raise unsaved
+
+
+def _print_comparison(joined: Comparison) -> None:
     if joined.settings:
         print(f"not the same run: {len(joined.settings)} settings differ (below the table)")
     show.print_table(show.comparison_table(joined))
@@ -189,8 +199,11 @@ def execute(
         record = start(world, "running" if world == "engine" else "simulating", config, scenario.workload(),
                        scenario.session, on_answer, fleet.fleet(config) if fleet is not None else None)  # fmt: skip
     except EngineError as error:
-        if error.record is not None and _save(error.record, scenario) is not None:
-            show.note(f"what was done until the engine broke is saved as {error.record.id}")
+        path, unsaved = _save(error.record, scenario) if error.record is not None else (None, None)
+        if path is not None:
+            show.note(f"what was done until the engine broke is saved as {path.name}")
+        elif unsaved is not None:
+            show.note(str(unsaved))
         raise
     if scenario.name:
         record.name = scenario.name
@@ -269,7 +282,7 @@ def comparison_payload(joined: Any, records: list[RunRecord]) -> dict[str, Any]:
 
 def _finish(record: RunRecord, scenario: Scenario, answers: Sequence[tuple[str, str]] = ()) -> None:
     refuse_unserved(record)
-    path = _save(record, scenario)
+    path, unsaved = _save(record, scenario)
     if scenario.as_json:
         texts = {"answers": [{"prompt": prompt, "text": text} for prompt, text in answers]} if answers else {}
         show.print_json({**payload(record, path), **texts})
@@ -282,6 +295,8 @@ def _finish(record: RunRecord, scenario: Scenario, answers: Sequence[tuple[str, 
             print(f"{key}: {reason}")
         if path is not None:
             print(f"saved as {record.id} in {path}")
+    if unsaved is not None:
+        raise unsaved
     if not record.complete:
         raise typer.Exit(show.STOPPED)
 
@@ -299,10 +314,17 @@ def refuse_unserved(record: RunRecord) -> None:
         show.note(f"... and {len(failed) - 3} more")
 
 
-def _save(record: RunRecord, scenario: Scenario) -> Path | None:
+def _save(record: RunRecord, scenario: Scenario) -> tuple[Path | None, RunStoreError | None]:
+    """Where the run was saved, and why it could not be: what it found is shown all the same, then the error is raised."""
+    from twinfer.core.run_files import RunStoreError
     from twinfer.core.run_store import RunStore
 
-    return RunStore(scenario.runs_dir).save(record) if scenario.save else None
+    if not scenario.save:
+        return None, None
+    try:
+        return RunStore(scenario.runs_dir).save(record), None
+    except RunStoreError as error:
+        return None, error
 
 
 def _list(store: Any, as_json: bool) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from twinfer.core.run_files import RunStoreError
+from twinfer.core.run_store import RunStore
+
 STATISTICS = {"mean", "p50", "p90", "p95", "p99"}
 SIM = ("simulate", "--model", "llama-3.1-8b", "--device", "h100-sxm")
 SMALL = ("--requests", "6", "--input-len", "24", "--output-len", "4")
@@ -336,6 +339,23 @@ def test_a_place_that_cannot_be_written_is_told(cli: Callable, tmp_path: Path) -
     (tmp_path / "file").write_text("in the way")
     ran = cli(*SIM, *SMALL, "--runs-dir", tmp_path / "file", "--json")
     ran.is_error("cannot save", "--runs-dir")
+
+
+def test_what_cannot_be_saved_is_shown_all_the_same(
+    cli: Callable, run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the place can be written to, until it is written to."""
+
+    def full(self: RunStore, record: Any) -> Path:
+        raise RunStoreError("cannot save run x: no space left on device; free the space")
+
+    monkeypatch.setattr(RunStore, "save", full)
+    ran = run(*SMALL, "--save")
+    assert ran.code == 2 and "no space left on device" in ran.err.splitlines()[-1]
+    assert "output throughput" in ran.out and "saved as" not in ran.out
+    ran = cli(*SIM, *SMALL, "--save", "--json")
+    assert ran.code == 2 and "no space left on device" in ran.err.splitlines()[-1]
+    has_the_fixed_schema(json.loads(ran.out))
 
 
 def test_some_requests_too_long_are_told_and_the_rest_is_served(cli: Callable, tmp_path: Path) -> None:
