@@ -13,11 +13,12 @@ from twinfer.core.errors import TwinferError
 from twinfer.core.guesses import in_words
 from twinfer.dashboard import figures, parts, session
 from twinfer.dashboard.choices import technique
+from twinfer.dashboard.combinations import Combination, combinations, interaction
 from twinfer.dashboard.jobs import Job
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import BY_KEY, band_of, percent, value_of
 from twinfer.dashboard.resources import Prediction, Resources, explain, task_of
-from twinfer.dashboard.scenario import PLACEMENT, Combination, Scenario, combinations, interaction
+from twinfer.dashboard.scenario import PLACEMENT, Scenario
 
 CARDS = ("output_throughput", "ttft.p50", "tpot.p50", "kv_waste")
 CHARTED = (

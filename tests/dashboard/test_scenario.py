@@ -15,8 +15,9 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.layout import Layout
 from twinfer.core.registry import Registry
 from twinfer.core.technique import Options
+from twinfer.dashboard.combinations import combinations, flags, interaction, switches
 from twinfer.dashboard.forms import fields_of, with_option
-from twinfer.dashboard.scenario import PRESETS, Scenario, combinations, flags, interaction, switches
+from twinfer.dashboard.scenario import PRESETS, Scenario
 
 
 @pytest.fixture(scope="module")
