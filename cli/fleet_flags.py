@@ -227,7 +227,7 @@ class FleetFlags:
             seen.add(name)
             try:
                 fields[name] = json.loads(raw)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 fields[name] = raw
         return make_config(fields)
 

@@ -86,7 +86,7 @@ def _tries(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             )
         try:
             value = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None if raw == "none" else raw
         found.setdefault(name, []).append(value)
     return {name: tuple(values) for name, values in found.items()}

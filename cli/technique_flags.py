@@ -103,7 +103,7 @@ def _keep(kind: str, name: str) -> Callable[..., None]:
             return
         try:
             parsed = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also a number of thousands of digits
             parsed = value
         ctx.meta.setdefault(GIVEN, {}).setdefault(kind, {})[name] = parsed
 

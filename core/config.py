@@ -51,7 +51,7 @@ def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
             raise ConfigError(option, text, f"{key.strip()!r} is given twice", "give each option once")
         try:
             options[key.strip()] = json.loads(raw)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also a number of thousands of digits, a thousand lists in each other
             options[key.strip()] = raw
     return {"name": name.strip(), "options": options}
 

@@ -27,14 +27,15 @@ class ConfigError(TwinferError):
 
     def __init__(self, option: str, value: object, problem: str, fix: str) -> None:
         self.option, self.value, self.problem, self.fix = option, value, problem, fix
-        given = "" if value is None else f"={_short(value)}"
+        given = "" if value is None else f"={short(value)}"
         super().__init__(f"{option}{given}: {problem}; {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.option, self.value, self.problem, self.fix))
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """`value` as a message repeats it."""
     text = repr(str(value) if isinstance(value, PurePath) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
 

@@ -20,7 +20,8 @@ import streamlit as st
 
 from twinfer.core.registry import Registry
 from twinfer.dashboard import session
-from twinfer.dashboard.resources import Resources, explain
+from twinfer.dashboard.explain import explain
+from twinfer.dashboard.resources import Resources
 
 LOGO = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 196 48" width="196" height="48">'

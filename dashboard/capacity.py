@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 
+from twinfer.core.catalog import resolve_spec
+from twinfer.core.errors import ConfigError
 from twinfer.core.goal import Goal, parse_goals
 from twinfer.core.registry import Registry
 from twinfer.core.workload import make_workload
@@ -42,13 +45,19 @@ EXAMPLE: Mapping[str, Any] = {
 
 
 def question_of(scenario: Scenario, registry: Registry) -> Question:
-    """What the page asks for `scenario`. Raises ConfigError that names the option."""
+    """What the page asks for `scenario`. Raises ConfigError that names the option, ModelError."""
     names = tuple(n for n in scenario.plan_devices.split(",") if n) or default_devices(registry)
     promises = [(scenario.plan_ttft, "ttft", "s"), (scenario.plan_tpot, "tpot", "ms")]
     goals = parse_goals(
         f"{metric}.p{scenario.plan_percentile}<={limit!r}{unit}" for limit, metric, unit in promises if limit
     )
+    resolve_spec(scenario.model)
+    for kind in KINDS:
+        if getattr(scenario, kind) is not None:
+            registry.build(kind, getattr(scenario, kind))
     if scenario.plan_trace:
+        if not os.path.exists(scenario.plan_trace):
+            raise ConfigError("--trace", scenario.plan_trace, "no such file", "check the path")
         traffic = {"trace": scenario.plan_trace, "rate_scale": scenario.plan_scale}
     else:
         traffic = {

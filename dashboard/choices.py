@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import streamlit as st
@@ -62,6 +63,17 @@ def technique(resources: Resources, kind: str, optional: bool = False) -> None:
             option_form(cls.Options, choice.options, f"w_{kind}.{choice.name}", changed)
 
 
+def unused(resources: Resources, kinds: Sequence[str]) -> None:
+    """Says what is wrong with techniques of the scenario that a page has no control of, and does not need."""
+    for kind in kinds:
+        choice: Choice | None = getattr(session.scenario(), kind)
+        try:
+            if choice is not None:
+                resources.registry.build(kind, choice)
+        except TwinferError as error:
+            st.warning(f"{parts.plain(error)}. It makes no difference here; the Techniques page has its control.")
+
+
 def _why_not(cls: type[Any], scenario: Scenario, world: str = "simulator") -> list[str]:
     try:
         from twinfer.core.catalog import resolve_spec
@@ -72,4 +84,4 @@ def _why_not(cls: type[Any], scenario: Scenario, world: str = "simulator") -> li
         return []
 
 
-__all__ = ["KIND_WORDS", "technique"]
+__all__ = ["KIND_WORDS", "technique", "unused"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import streamlit as st
 from pydantic import BaseModel
 
 Changed = Callable[[str, Any], None]
+EXACT = 2.0**53  # a browser's numbers are whole ones up to here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,9 @@ def draw(field: OptionField, value: Any, key: str, changed: Changed) -> None:
     def report() -> None:
         new = st.session_state[key]
         if field.kind == "json":
-            with contextlib.suppress(ValueError):  # else handed on as text; the option's own model says what is wrong
+            with contextlib.suppress(
+                ValueError, RecursionError
+            ):  # else handed on as text; the option's own model says what is wrong
                 new = json.loads(new) if new else None
         if new is None and not field.nullable:
             return
@@ -118,20 +122,32 @@ def draw(field: OptionField, value: Any, key: str, changed: Changed) -> None:
         to = int if field.kind == "int" else float
         low = None if field.minimum is None else to(field.minimum)
         high = None if field.maximum is None else to(field.maximum)
-        seed = None if value is None else to(value)
-        if seed is not None:
-            seed = min(max(seed, low if low is not None else seed), high if high is not None else seed)
-        st.session_state[key] = seed
+        st.session_state[key] = seed_of(field, value)
         span = 1.0 if low is None or high is None else high - low
         st.number_input(
             field.label, low, high, step=1 if to is int else (0.05 if span <= 2 else 1.0), key=key, on_change=report,
             help=help_text, placeholder="auto",
         )  # fmt: skip
     else:
-        st.session_state[key] = (
-            "" if value is None else value if field.kind == "text" else json.dumps(value, default=str)
-        )
+        as_is = field.kind == "text" and isinstance(value, str)
+        st.session_state[key] = "" if value is None else value if as_is else json.dumps(value, default=str)
         st.text_input(field.label, key=key, on_change=report, help=help_text)
+
+
+def seed_of(field: OptionField, value: Any) -> float | int | None:
+    """`value` as the number that its widget shows: within the field's bounds, None where it is no number (of that kind).
+
+    A link may say anything; whoever takes the value says what is wrong with it.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not math.isfinite(number) or (field.kind == "int" and not number.is_integer()) or abs(number) >= EXACT:
+        return None
+    number = max(number, number if field.minimum is None else field.minimum)
+    number = min(number, number if field.maximum is None else field.maximum)
+    return int(number) if field.kind == "int" else number
 
 
 def option_form(model: type[BaseModel], options: Mapping[str, Any], prefix: str, changed: Changed) -> None:

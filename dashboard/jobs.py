@@ -151,11 +151,12 @@ class JobManager:
         folder = self.folder / job
         try:
             spec = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = Job(
+                id=job, title=spec["title"], created=spec["created"], tasks=spec["tasks"],
+                scenario=spec.get("scenario", {}),
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged, or of somebody else
             return None
-        found = Job(
-            id=job, title=spec["title"], created=spec["created"], tasks=spec["tasks"], scenario=spec.get("scenario", {})
-        )
         alive = self._alive(job)  # before the events: a worker writes its last one while it is alive
         for event in _events(folder / "events.jsonl"):
             _apply(found, event)
@@ -258,7 +259,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             event = json.loads(line)
-        except ValueError:  # the last line may be half written
+        except (ValueError, RecursionError):  # the last line may be half written
             continue
         if isinstance(event, dict):
             found.append(event)

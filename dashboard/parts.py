@@ -30,7 +30,7 @@ def heading(title: str, question: str) -> None:
     st.title(title, anchor=False)
     st.caption(question)
     for problem in session.problems():
-        st.warning(problem)
+        st.warning(plain(problem))
 
 
 def plain(text: object) -> str:
@@ -230,7 +230,9 @@ def job_panel(resources: Resources) -> Job | None:
         return None
     job = resources.jobs.get(ident)
     if job is None:
-        st.warning(f"The link names the job {ident}, which is not known here; it may have been on another machine.")
+        st.warning(
+            f"The link names the job {plain(ident)}, which is not known here; it may have been on another machine."
+        )
         return None
     if job.over:
         _outcome(resources, job)

@@ -58,6 +58,11 @@ QUANTITIES = (
     Quantity("num_preemptions", "Preemptions", "", "lower", 1.0, "Requests that gave their memory back and started over."),
 )  # fmt: skip
 BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
+CHARTED = (
+    "output_throughput", "ttft.p50", "ttft.p95", "tpot.p50", "e2e.p50", "peak_kv_bytes", "kv_waste",
+    "prefix_cache_hit_rate",
+)  # fmt: skip
+"""What combinations of techniques are compared by, one at a time."""
 
 
 def value_of(metrics: Mapping[str, Any], key: str) -> float | None:

@@ -27,6 +27,7 @@ from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.run_store import RunStore
 from twinfer.core.technique import Needs
+from twinfer.dashboard.explain import explain
 from twinfer.dashboard.jobs import JobManager, Task
 from twinfer.dashboard.scenario import Scenario
 
@@ -50,16 +51,6 @@ class Prediction:
     sample: int | None = None
     partial: bool = False
     seconds: float = 0.0
-
-
-def explain(error: Exception) -> str:
-    """One line for people: typed errors and validation errors name what to change, others say they are ours."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if isinstance(error, TwinferError):
-        return str(error)
-    return f"internal error, please report it ({type(error).__name__}: {error})"
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 Invariants
 * `Scenario` is the only truth; widgets are seeded from it and write back to it (see `session.py`).
 * The URL holds the fields that differ from the defaults, and `v`, the version of this form.
-* A bad or unknown query parameter is dropped with a message; the rest of the link still works.
+* A bad query parameter is dropped with a message; the rest of the link still works (`link.py` reads all of it).
 * The baseline is part of the scenario, so a link shows the same deltas to everybody.
 """
 
@@ -18,8 +18,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from twinfer.core.config import Choice, EngineConfig
-from twinfer.core.errors import TwinferError
+from twinfer.core.errors import ConfigError, TwinferError, short
 from twinfer.core.layout import SIZES
+from twinfer.core.mistakes import first_mistake
 from twinfer.core.workload import Workload, make_workload
 
 VERSION = "1"
@@ -314,18 +315,19 @@ class Scenario(BaseModel):
 
     @classmethod
     def from_params(cls, params: Mapping[str, str]) -> tuple[Scenario, list[str]]:
-        """The scenario of a link, and one message for each parameter that could not be used."""
+        """The scenario of a link, and one message for each of its parameters that could not be used; others are left."""
         known = {k: v for k, v in params.items() if k in cls.model_fields}
         problems: list[str] = []
         while True:
             try:
                 return cls.model_validate(known), problems
             except ValidationError as error:
-                name = str(error.errors()[0]["loc"][0])
-                problems.append(f"{name}={known[name]!r} in the link was ignored: {error.errors()[0]['msg']}")
-            except TwinferError:  # a choice that does not parse names no field: find it
+                wrong = first_mistake(error)
+                name, why = wrong.field, f"{wrong.problem}; {wrong.fix}"
+            except ConfigError as error:  # a choice that does not parse names no field: find it
                 name = next((k for k, v in known.items() if not _parses(cls, k, v)), next(iter(known)))
-                problems.append(f"{name}={known[name]!r} in the link was ignored: write NAME:option=value")
+                why = f"{error.problem}; {error.fix}"
+            problems.append(f"{name}={short(known[name])} in the link was ignored: {why}")
             del known[name]
 
 

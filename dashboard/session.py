@@ -24,10 +24,9 @@ import streamlit as st
 from pydantic import ValidationError
 
 from twinfer.core.errors import TwinferError
+from twinfer.dashboard.explain import explain
+from twinfer.dashboard.link import read
 from twinfer.dashboard.scenario import VERSION, Scenario
-
-VIEW = ("job", "real", "predicted", "metric", "axis", "batch")  # query parameters that say what is looked at
-_SAFE = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
 @dataclass(slots=True)
@@ -68,11 +67,8 @@ def edit(**changes: Any) -> None:
     tab = _tab()
     try:
         tab.scenario = tab.scenario.edited(**changes)
-    except ValidationError as error:
-        first = error.errors()[0]
-        tab.problems = [f"{'.'.join(map(str, first['loc']))}: {first['msg']}"]
-    except TwinferError as error:
-        tab.problems = [str(error)]
+    except (TwinferError, ValidationError) as error:
+        tab.problems = [explain(error)]
     tab.touched = True
 
 
@@ -103,14 +99,15 @@ def keep() -> None:
 def adopt(page: str) -> None:
     """Take the scenario from the URL: at the first run, and on Back or Forward."""
     url = st.query_params.to_dict()
+    every = {name: st.query_params.get_all(name) for name in url}
     tab: _Tab | None = st.session_state.get("tab")
     if tab is None:
-        found, looked_at, problems = _read(url)
+        found, looked_at, problems = read(every)
         st.session_state.tab = _Tab(found, looked_at, url, page, problems)
         return
     moved = page != tab.page
     if url != tab.url and not tab.touched and not (moved and not url):
-        tab.scenario, tab.view, tab.problems = _read(url)
+        tab.scenario, tab.view, tab.problems = read(every)
         tab.url = url
     tab.page = page
 
@@ -136,12 +133,3 @@ def link() -> str:
     base = (st.context.url or "").split("?")[0]
     query = urlencode(parameters(tab.scenario, tab.view))
     return f"{base}?{query}" if query else base
-
-
-def _read(url: Mapping[str, str]) -> tuple[Scenario, dict[str, str], list[str]]:
-    """The scenario and the view of a URL, and what could not be used of it."""
-    found, problems = Scenario.from_params(url)
-    looked_at = {k: url[k] for k in VIEW if url.get(k) and len(url[k]) <= 128 and set(url[k]) <= _SAFE}
-    if url.get("v", VERSION) != VERSION:
-        problems = [*problems, f"this link is of version {url['v']}; version {VERSION} is understood"]
-    return found, looked_at, problems

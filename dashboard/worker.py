@@ -21,7 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from pydantic import ValidationError
+
 from twinfer.core.errors import TwinferError
+from twinfer.dashboard.explain import explain
 
 PACE = 0.2  # seconds between progress events
 
@@ -108,7 +111,8 @@ class Worker:
                     raise
                 failed += 1
                 traceback.print_exc()
-                self.emit("problem", task=index, text=f"{type(error).__name__}: {error}")
+                wrong = isinstance(error, ValidationError)  # a stored run asks for what cannot be
+                self.emit("problem", task=index, text=explain(error) if wrong else f"{type(error).__name__}: {error}")
         if failed == len(self.spec["tasks"]):
             self.emit("end", state="failed", text="no run of this job could be finished")
         else:

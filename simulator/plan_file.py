@@ -73,7 +73,7 @@ def read_plan(path: str | Path) -> Plan:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("--resume", str(path), f"cannot be read ({error.strerror})", fix) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("--resume", str(path), f"is not a JSON file ({error})", fix) from None
     try:
         if found["kind"] != "plan" or found["schema"] != SCHEMA:

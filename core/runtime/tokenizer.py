@@ -212,7 +212,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not readable JSON ({error}); download the file again") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path}: holds no JSON object; download the file again")

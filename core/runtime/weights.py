@@ -84,7 +84,7 @@ def _shards_of(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
     shards = [index.parent / name for name in names]
     missing = [shard.name for shard in shards if not shard.exists()]

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from twinfer.core.errors import TwinferError
 from twinfer.core.goal import parse_goals
 from twinfer.dashboard import capacity, parts, session
+from twinfer.dashboard.explain import explain
 from twinfer.dashboard.jobs import Job, Task
 from twinfer.dashboard.pages import Page
-from twinfer.dashboard.resources import Resources, explain
+from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.scenario import Scenario
 from twinfer.simulator.plan_space import Question
 

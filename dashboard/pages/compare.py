@@ -15,10 +15,11 @@ from twinfer.core.records import RunRecord
 from twinfer.core.run_files import plain as plain_data
 from twinfer.core.run_store import RunSummary
 from twinfer.dashboard import figures, parts, session, timelines
+from twinfer.dashboard.explain import explain
 from twinfer.dashboard.jobs import Task
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import percent, shown
-from twinfer.dashboard.resources import Resources, explain, task_of
+from twinfer.dashboard.resources import Resources, task_of
 from twinfer.dashboard.scenario import Scenario
 
 CARDS = ("output_throughput", "ttft.p50", "tpot.p50", "peak_kv_bytes")

@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from twinfer.core.errors import TwinferError
 from twinfer.core.memory import Fix
 from twinfer.dashboard import memory_charts, parts, session
-from twinfer.dashboard.choices import technique
+from twinfer.dashboard.choices import technique, unused
+from twinfer.dashboard.explain import explain
 from twinfer.dashboard.memory_view import MemoryView, memory_view
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import Quantity, number
-from twinfer.dashboard.resources import Resources, explain
+from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.scenario import PLACEMENT, Scenario
 
 GIB = 2**30
@@ -60,6 +61,7 @@ class MemoryPage(Page):
                 st.caption(
                     "Weights and KV of what guesses ahead are not counted here; the Techniques page counts them."
                 )
+            unused(resources, ("scheduler", "speculator"))
             _results(resources)
 
 

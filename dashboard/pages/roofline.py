@@ -7,10 +7,11 @@ from pydantic import ValidationError
 
 from twinfer.core.errors import TwinferError
 from twinfer.dashboard import parts, roofline_charts, session
-from twinfer.dashboard.choices import technique
+from twinfer.dashboard.choices import technique, unused
+from twinfer.dashboard.explain import explain
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import Quantity, number, percent
-from twinfer.dashboard.resources import Resources, explain
+from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.roofline_view import LARGEST_BATCH, RooflineView, roofline_view
 
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
@@ -41,6 +42,7 @@ class RooflinePage(Page):
                 if resources.registry.names(kind):
                     technique(resources, kind, optional=True)
         with results:
+            unused(resources, ("scheduler", "speculator"))
             batch = _batch()
             try:
                 view = roofline_view(session.scenario(), resources.registry, batch)

@@ -14,17 +14,14 @@ from twinfer.core.guesses import in_words
 from twinfer.dashboard import figures, parts, session
 from twinfer.dashboard.choices import technique
 from twinfer.dashboard.combinations import Combination, combinations, interaction
+from twinfer.dashboard.explain import explain
 from twinfer.dashboard.jobs import Job
 from twinfer.dashboard.pages import Page
-from twinfer.dashboard.quantities import BY_KEY, band_of, percent, value_of
-from twinfer.dashboard.resources import Prediction, Resources, explain, task_of
+from twinfer.dashboard.quantities import BY_KEY, CHARTED, band_of, percent, value_of
+from twinfer.dashboard.resources import Prediction, Resources, task_of
 from twinfer.dashboard.scenario import PLACEMENT, Scenario
 
 CARDS = ("output_throughput", "ttft.p50", "tpot.p50", "kv_waste")
-CHARTED = (
-    "output_throughput", "ttft.p50", "ttft.p95", "tpot.p50", "e2e.p50", "peak_kv_bytes", "kv_waste",
-    "prefix_cache_hit_rate",
-)  # fmt: skip
 
 
 class TechniquesPage(Page):

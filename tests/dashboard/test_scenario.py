@@ -92,6 +92,8 @@ def test_a_bad_parameter_is_dropped_with_a_message_and_the_rest_works(params, fi
     scenario, problems = Scenario.from_params({**params, "output_len": "7", "unknown": "x"})
     assert scenario == Scenario(output_len=7)
     assert len(problems) == 1 and problems[0].startswith(field)
+    assert "give" in problems[0] or "write" in problems[0]
+    assert not any(word in problems[0] for word in ("Input should", "String should", "valid integer"))
 
 
 def test_several_bad_parameters():
