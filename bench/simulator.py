@@ -18,7 +18,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from twinfer.core.events import Submit
 from twinfer.core.params import SamplingParams
 from twinfer.core.provision import provision
 from twinfer.core.recorder import Recorder
+from twinfer.core.records import RunRecord
 from twinfer.core.registry import default_registry
 from twinfer.core.request import Request
+from twinfer.core.setup import Setup
 from twinfer.core.work import step_ops
 from twinfer.core.workload import Setting, Workload
 from twinfer.plugins.workload.synthetic import _tokens
@@ -95,21 +97,17 @@ def stream(rows: Sequence[tuple[int, int, float]], num: int, rate: float | None,
         )  # fmt: skip
 
 
-def measure(args: argparse.Namespace, num: int) -> Result:
-    begin = time.process_time()
-    registry = default_registry()
-    spec, device = resolve_spec(args.model), load_device(args.device, registry)
-    config = EngineConfig(model=args.model, device=args.device, max_model_len=min(16384, spec.max_context))
-    setup = provision(config, spec, registry, device, world="simulator")
-    rows = lengths(args.trace, setup.limits.max_model_len, spec.vocab_size)
-    timer = StepTimer(lambda shape: step_ops(setup.model, shape), build_chain((), device, registry))
+def served(
+    setup: Setup, timer: StepTimer, arriving: Iterable[Request], replicas: int = 1, skip: bool = True
+) -> tuple[list[RunRecord], float]:
+    """`arriving` on `replicas` in turn: a record of each that keeps requests, and seconds of simulated time."""
     env = simpy.Environment()
-    inboxes = [SimInbox(env) for _ in range(args.replicas)]
+    inboxes = [SimInbox(env) for _ in range(replicas)]
     recorders = [Recorder("simulator", {}, {}, 1.0, detail="requests") for _ in inboxes]
     executors = [CostExecutor(timer, ops=False) for _ in inboxes]
 
     def arrive() -> Generator[simpy.Event, Any, None]:
-        for number, request in enumerate(stream(rows, num, args.rate, spec.vocab_size)):
+        for number, request in enumerate(arriving):
             if request.arrival > env.now:
                 yield env.timeout(request.arrival - env.now)
             inboxes[number % len(inboxes)].put(Submit(request))
@@ -118,12 +116,24 @@ def measure(args: argparse.Namespace, num: int) -> Result:
 
     env.process(arrive())
     engines = [
-        env.process(engine(env, setup.build_core(), executor, inbox, recorder, skip=not args.stepping))
+        env.process(engine(env, setup.build_core(), executor, inbox, recorder, skip=skip))
         for executor, inbox, recorder in zip(executors, inboxes, recorders, strict=True)
     ]
     with collected_rarely():
         env.run(env.all_of(engines))
-    records = [recorder.finish() for recorder in recorders]
+    return [recorder.finish() for recorder in recorders], env.now
+
+
+def measure(args: argparse.Namespace, num: int) -> Result:
+    begin = time.process_time()
+    registry = default_registry()
+    spec, device = resolve_spec(args.model), load_device(args.device, registry)
+    config = EngineConfig(model=args.model, device=args.device, max_model_len=min(16384, spec.max_context))
+    setup = provision(config, spec, registry, device, world="simulator")
+    rows = lengths(args.trace, setup.limits.max_model_len, spec.vocab_size)
+    timer = StepTimer(lambda shape: step_ops(setup.model, shape), build_chain((), device, registry))
+    arriving = stream(rows, num, args.rate, spec.vocab_size)
+    records, simulated = served(setup, timer, arriving, args.replicas, skip=not args.stepping)
     requests = [r for record in records for r in record.requests]
     done = [r for r in requests if r.reason == "length"]
     assert len(done) == num, f"{num - len(done)} of {num} requests did not finish"
@@ -135,7 +145,7 @@ def measure(args: argparse.Namespace, num: int) -> Result:
     return Result(
         num, args.replicas, seconds, seconds / num * 1e6, num / seconds,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, steps,
-        tokens, env.now, tokens / max(1, steps), ttft[num // 2], tpot[num // 2],
+        tokens, simulated, tokens / max(1, steps), ttft[num // 2], tpot[num // 2],
     )  # fmt: skip
 
 
