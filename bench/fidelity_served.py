@@ -41,6 +41,7 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import TwinferError
 from twinfer.core.workload import Workload
 from twinfer.plugins.op_time.silicon import installed_folder
+from twinfer.simulator.bands import in_step, prompt_sigma
 from twinfer.simulator.run import simulate
 
 MODELS = {
@@ -85,6 +86,7 @@ VERSIONS = {"vllm": "0.11.0", "trtllm": "1.1.0"}
 TARGETS = {"tpot": 0.08, "ttft": 0.20}
 Z80 = 1.2816
 WAVES = 10
+GATHERED = 0.9
 FRONT_END, FRONT_END_SIGMA = 0.013, 0.003
 """s that a server works on a request before the engine has it (HTTP, tokenizing), one after the other: 10 to 16 ms, as
 published for servers of this kind (simulator.md)."""
@@ -107,6 +109,8 @@ class Setting:
     fused_all_reduce: bool = False
     after_loading: bool = False
     """memory_fraction is a share of what is free after the weights have been loaded"""
+    gather_steps: int = 0
+    """steps that new requests wait, while others run, for enough of them to fill `GATHERED` of a step's tokens"""
 
 
 def setting(row: dict[str, str]) -> Setting:
@@ -114,7 +118,8 @@ def setting(row: dict[str, str]) -> Setting:
 
     InferenceMAX of 2025-10 (SemiAnalysisAI/InferenceX, `benchmarks/70b_fp8_{h100,h200,h200_trt}_slurm.sh` and
     `.github/workflows/full-sweep-tmpl.yml`): KV in fp8 under both stacks; vLLM with async scheduling and 8,192 tokens a
-    step; TensorRT-LLM with steps of max-model-len tokens (2,048 or 9,216); lengths of 0.8 to 1.0 of the nominal ones,
+    step; TensorRT-LLM with steps of max-model-len tokens (2,048 or 9,216), and at 1,024 + 1,024 on fewer than 8 ranks with
+    prompts that wait up to 20 steps until they fill 0.9 of one (`batch_wait_timeout_iters`, `_max_tokens_ratio`); lengths of 0.8 to 1.0 of the nominal ones,
     10 requests per client.
     The other rows are aiconfigurator's own runs (`eval/benchmarks/genai_perf_runner.py`: fixed lengths, 10 requests per
     client, 2 more to warm up) of servers that its own generator set up (`generator/rule_plugin/benchmark/*.rule`,
@@ -138,6 +143,7 @@ def setting(row: dict[str, str]) -> Setting:
             Choice(name="continuous", options={"chunked_prefill": False, "admission": "whole"}), True,
             "fp8" if fp8 else "", isl + osl if published else room, published, kind,
             fused_all_reduce="Llama-3.1-70B" in row["model_path"] and int(row["tp_size"]) > 1, after_loading=True,
+            gather_steps=20 * (published and (isl, osl) == (1024, 1024) and int(row["tp_size"]) < 8),
         )  # fmt: skip
     if stack == "sglang":
         mixed = not row["backend_version"].startswith("0.5.1")
@@ -177,6 +183,13 @@ def scenario(row: dict[str, str], folder: Path) -> tuple[EngineConfig, Workload]
     return config, workload
 
 
+def gathering(config: EngineConfig, seconds: float) -> EngineConfig:
+    """`config` whose prompts wait so long for others, from when the engine has them."""
+    more = {"gather_s": FRONT_END + seconds, "gather_tokens": int(GATHERED * config.max_num_batched_tokens)}
+    scheduler = Choice(name=config.scheduler.name, options={**config.scheduler.options, **more})
+    return config.model_copy(update={"scheduler": scheduler})
+
+
 def waves(osl: int) -> int:
     """Requests per client that are simulated."""
     return WAVES if osl <= 256 else 6 if osl <= 512 else 3 if osl <= 2048 else 2
@@ -186,12 +199,14 @@ def predict(row: dict[str, str], folder: Path) -> dict[str, float]:
     """Mean TTFT and TPOT of a row in s, with the ends of their 80 % bands.
 
     The first request of each client comes with all the others, the later ones when an answer has ended: where fewer
-    than `WAVES` are run, the two kinds keep the weights that they have in `WAVES`. Clients whose requests are all alike
-    stay in step here and wait for each other, which real ones do not for long: their band of TTFT begins where that of
-    a request alone does (the least of the run).
+    than `WAVES` are run, the two kinds keep the weights that they have in `WAVES`; so do the ends of their bands
+    (`simulator/bands.py`).
     """
     config, workload = scenario(row, folder)
     record = simulate(config, workload, front_end=FRONT_END)
+    steps = setting(row).gather_steps
+    if steps:  # a scheduler waits by the clock: by that of the steps of such a run
+        record = simulate(gathering(config, steps * record.metrics["tpot"]["mean"]), workload, front_end=FRONT_END)
     clients = workload.concurrency or 1
     found: dict[str, float] = {}
     for name in TARGETS:
@@ -200,9 +215,13 @@ def predict(row: dict[str, str], folder: Path) -> dict[str, float]:
         later = [v for v in values[clients:] if v is not None]
         mean = (statistics.fmean(first) + (WAVES - 1) * statistics.fmean(later)) / WAVES
         low, high = (end / record.metrics[name]["mean"] for end in record.intervals[f"{name}.mean"])
-        least = min(later) if name == "ttft" and workload.lengths == "fixed" else mean
-        beside = Z80 * FRONT_END_SIGMA if name == "ttft" else 0.0
-        found |= {name: mean, f"{name}_low": least * low - beside, f"{name}_high": mean * high + beside}
+        found |= {name: mean, f"{name}_low": mean * low, f"{name}_high": mean * high}
+    sigma = (record.intervals["duration"][1] / record.metrics["duration"] - 1) / Z80
+    slow, beside = 1 + Z80 * max(sigma, prompt_sigma(record)), Z80 * FRONT_END_SIGMA
+    pattern = in_step(record, clients)
+    alone, step = (found["ttft"], 0.0) if pattern is None else pattern
+    found["ttft_low"] = min(alone, found["ttft"]) / slow - beside
+    found["ttft_high"] = (found["ttft"] + step) * slow + beside
     return found
 
 

@@ -24,7 +24,8 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
-from twinfer.simulator.run import flat, simulate
+from twinfer.simulator.bands import flat
+from twinfer.simulator.run import simulate
 
 RunReal = Callable[[EngineConfig, Workload], RunRecord]
 

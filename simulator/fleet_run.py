@@ -34,7 +34,9 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
 from twinfer.core.routing import Router
 from twinfer.core.workload import Encode, Workload
+from twinfer.plugins.op_time.calibrated import jitter_of
 from twinfer.simulator.autoscale import Scaler
+from twinfer.simulator.bands import bands_of
 from twinfer.simulator.breakdown import Breakdowns
 from twinfer.simulator.fleet_record import fleet_record
 from twinfer.simulator.front import Front, Job
@@ -46,7 +48,6 @@ from twinfer.simulator.run import (
     ShouldStop,
     Stopped,
     World,
-    bands_of,
     note_break_even,
     prepare,
 )
@@ -94,7 +95,9 @@ def simulate_fleet(
             ).run()[0]
 
         scales = fleet.only_replicas and pools["engine"].at_once
-        record.intervals = bands_of(pools["engine"], record, sigma, again, scales=scales)
+        engine = pools["engine"]
+        jitter = jitter_of(engine.device, engine.setup.model)
+        record.intervals = bands_of(record, sigma, again, scales, engine.concurrency, jitter)
     note_break_even(record, pools.get("decode", pools["engine"]))
     return record
 

@@ -1,15 +1,5 @@
 """`simulate`: one predicted run, from a configuration and a workload to a RunRecord.
 
-The 80 % band of a metric (`intervals`)
-    Errors of op times are calibration errors: the same op is wrong by the same share in every step. They
-    are taken as fully correlated, so a run's time is uncertain by r = sum(sigma) / sum(seconds) over its
-    steps, however many they are. The band of every metric is what it would be with all steps slower and
-    faster by 1.2816 r (80 % of a normal). When everything arrives at once, or clients wait for answers before they
-    send again, all times scale; else the run is simulated again with slow and with fast steps, so that queueing
-    is part of the band.
-    A first token hangs on few steps, which are disturbed one by one: where the device says by how much (`jitter_of`),
-    the band of TTFT is wider by that over the root of their number.
-
 Invariants
 * Never imports torch or the runtime; equal arguments give equal metrics, steps and requests.
 * The same `Core`, policies, limits and requests as the engine's run of this configuration.
@@ -21,7 +11,6 @@ from __future__ import annotations
 import math
 import platform
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -47,6 +36,7 @@ from twinfer.core.setup import Setup
 from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.core.workload import Encode, Workload, generate, source_of
 from twinfer.plugins.op_time.calibrated import coverage, jitter_of, recording_of
+from twinfer.simulator.bands import bands_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine
 from twinfer.simulator.encoding import encoding_of
 from twinfer.simulator.executor import CostExecutor
@@ -61,18 +51,8 @@ from twinfer.simulator.step_time import StepCost, StepTimer
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 ShouldStop = Callable[[], bool]
 
-Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviations
 PROGRESS_EVERY_S = 0.05
 MAX_KEPT_TOKENS = 1_000_000  # of answers: beyond, a record keeps requests but not steps
-_FALLS = ("output_throughput", "total_throughput", "request_throughput")  # with slower steps
-_RISES = ("ttft", "tpot", "itl", "e2e", "duration")
-_STILL = (
-    "kv_waste",
-    "peak_kv_bytes",
-    "num_preemptions",
-    "num_swaps",
-    "prefix_cache_hit_rate",
-)  # unless arrivals are spread
 
 
 def simulate(
@@ -113,7 +93,8 @@ def simulate(
                 detail=detail, skip=skip,
             )[0]  # fmt: skip
 
-        record.intervals = bands_of(world, record, sigma, again, scales=world.at_once)
+        jitter = jitter_of(world.device, world.setup.model)
+        record.intervals = bands_of(record, sigma, again, world.at_once, world.concurrency, jitter)
     note_break_even(record, world)
     return record
 
@@ -352,82 +333,6 @@ def run_world(
         return recorder.finish(complete=False), executor.relative_sigma
     on_progress(done, total, {"steps": core.num_steps, "simulated_s": env.now, "running": 0})
     return recorder.finish(), executor.relative_sigma
-
-
-def bands_of(
-    world: World, record: RunRecord, sigma: float, again: Callable[[float], RunRecord], scales: bool
-) -> dict[str, tuple[float, float]]:
-    """80 % bands by dotted metric name, by the rule in the module's docstring.
-
-    sigma: relative, of step times.  again: the run with all steps so many times as long.
-    scales: times of this run simply scale with those of its steps.
-    """
-    bands = _speed_bands(record, Z80 * sigma, again, scales)
-    return _with_jitter(bands, record, jitter_of(world.device, world.setup.model))
-
-
-def _speed_bands(
-    record: RunRecord, width: float, again: Callable[[float], RunRecord], scales: bool
-) -> dict[str, tuple[float, float]]:
-    """What slower and faster steps make of each metric."""
-    slow, fast = 1 + width, 1 / (1 + width)  # a ratio: equally likely too slow and too fast
-    middle = flat(record.metrics)
-    if scales:
-        bands = {}
-        for name, value in middle.items():
-            head = name.partition(".")[0]
-            if head in _RISES:
-                bands[name] = (value * fast, value * slow)
-            elif head in _FALLS:
-                bands[name] = (value / slow, value / fast)
-            elif head in _STILL:
-                bands[name] = (value, value)
-        return bands
-    ends = []
-    for scale in (slow, fast):
-        other = again(scale)
-        if not other.complete:
-            return {}
-        ends.append(flat(other.metrics))
-    return {
-        name: (min(value, *(e[name] for e in ends)), max(value, *(e[name] for e in ends)))
-        for name, value in middle.items()
-        if name.partition(".")[0] in (*_RISES, *_FALLS, *_STILL) and all(name in e for e in ends)
-    }
-
-
-def _with_jitter(
-    bands: dict[str, tuple[float, float]], record: RunRecord, jitter: float
-) -> dict[str, tuple[float, float]]:
-    """`bands`, those of TTFT widened by what single steps are disturbed by (relative standard deviation)."""
-    if not jitter:
-        return bands
-    starts = [step.start for step in record.steps]
-    counts = sorted(
-        bisect_left(starts, r.first_token) - bisect_left(starts, r.arrival)
-        for r in record.requests
-        if r.first_token is not None
-    )
-    share = Z80 * jitter / max(1, counts[len(counts) // 2] if counts else 1) ** 0.5
-    for name, value in flat(record.metrics).items():
-        if name.startswith("ttft.") and name in bands:
-            low, high = bands[name]
-            bands[name] = (
-                value - math.hypot(value - low, share * value),
-                value + math.hypot(high - value, share * value),
-            )
-    return bands
-
-
-def flat(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a metrics tree by dotted name (`ttft.p50`); what is missing is left out."""
-    found: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": v for key, v in value.items()}
-        elif isinstance(value, int | float):
-            found[name] = value
-    return found
 
 
 def _version(name: str) -> str:

@@ -33,6 +33,12 @@ class Continuous(Technique):
             "grow",
             description="grow: admit what fits now; whole: only what fits at its full length, so none is preempted",
         )
+        gather_s: float = Field(
+            0.0, ge=0, description="s that new requests wait for more of them while others run; 0: they never wait"
+        )
+        gather_tokens: int = Field(
+            0, ge=0, description="tokens of a step with which they stop waiting; 0: those of a full step"
+        )
 
     options: Options
 
@@ -48,9 +54,26 @@ class Continuous(Technique):
             running = sorted(view.running, key=_rank)
         for seq in running:
             yield Want(seq, most if partial else seq.remaining, partial)
+        if self.options.gather_s and self._gathers(view):
+            return
         waiting = _fitting(view) if self.options.admission == "whole" else view.waiting
         for seq in waiting:
             yield Want(seq, most if partial else seq.known, partial)
+
+    def _gathers(self, view: View) -> bool:
+        """Whether those that wait go on waiting, so that prompts disturb less often those that run."""
+        if not view.running or not view.num_waiting:
+            return False
+        budget = view.limits.max_num_batched_tokens
+        enough = min(self.options.gather_tokens or budget, budget)
+        tokens = sum(seq.remaining for seq in view.running)
+        first = None
+        for seq in view.waiting:
+            first = seq.arrival if first is None else min(first, seq.arrival)
+            if tokens + seq.known > budget:
+                break
+            tokens += seq.known
+        return first is not None and tokens < enough and first + self.options.gather_s > view.now
 
     def victims(self, view: View, shortage: Shortage) -> Iterable[Sequence]:
         # Never preempts what ranks above the sequence in need: that sequence gives way itself.
@@ -61,7 +84,7 @@ class Continuous(Technique):
         return [s for s in ranked if s.number >= shortage.seq.number]
 
     def steady(self, view: View) -> Steady | None:
-        if self.options.admission == "whole":  # who is admitted depends on all that run
+        if self.options.admission == "whole" or self.options.gather_s:  # who is admitted depends on all that run
             return None
         return Steady(rank=_rank) if self.options.policy == "priority" else Steady()
 

@@ -295,3 +295,52 @@ def test_whole_admission_takes_only_what_can_end_beside_the_others() -> None:
         assert ("b" not in bench.steps[0]) is waits
         assert bool([seq for plan in bench.plans for seq in plan.preempted]) is not waits
         assert {end.reason for end in bench.ends.values()} == {"length"}
+
+
+# --- prompts that wait for each other -------------------------------------------------------------------
+
+
+def test_prompts_wait_beside_answers_until_they_fill_a_step_or_the_first_has_waited_long_enough() -> None:
+    options = Continuous.Options(chunked_prefill=False, gather_s=1.0, gather_tokens=12)
+    bench = Bench(Continuous(options), max_num_batched_tokens=16)
+    bench.submit("a", 12, 30)  # nobody runs: nothing to wait for
+    bench.step()
+    bench.submit("b", 4, 2)
+    bench.step()
+    bench.submit("c", 8, 2)  # 1 + 4 + 8 tokens are enough
+    bench.step()
+    bench.submit("d", 4, 2)
+    bench.step()
+    bench.now = 0.9
+    bench.step()
+    bench.now = 1.0
+    bench.step()
+    assert bench.steps == [
+        {"a": 12},
+        {"a": 1},
+        {"a": 1, "b": 4, "c": 8},
+        {"a": 1, "b": 1, "c": 1},
+        {"a": 1},
+        {"a": 1, "d": 4},
+    ]
+
+
+def test_prompts_that_wait_count_only_those_that_fit_into_the_step() -> None:
+    options = Continuous.Options(chunked_prefill=False, gather_s=1.0, gather_tokens=15)
+    bench = Bench(Continuous(options), max_num_batched_tokens=16)
+    bench.submit("a", 12, 30)
+    bench.step()
+    bench.submit("b", 10, 2)
+    bench.submit("c", 10, 2)
+    bench.step()
+    assert bench.steps[-1] == {"a": 1}
+    bench.submit("d", 4, 2)  # stands behind c, which does not fit
+    bench.step()
+    assert bench.steps[-1] == {"a": 1}
+
+
+def test_prompts_wait_for_nobody_by_default_and_for_nobody_while_nothing_runs() -> None:
+    for options in (Continuous.Options(), Continuous.Options(gather_s=5.0)):
+        bench = Bench(Continuous(options))
+        bench.submit("a", 4, 1)
+        assert bench.step() and bench.steps == [{"a": 4}]

@@ -20,8 +20,9 @@ from twinfer.core.registry import Registry
 from twinfer.core.setup import resolve
 from twinfer.core.work import RowShape, StepShape, step_ops
 from twinfer.core.workload import Workload
+from twinfer.simulator.bands import flat
 from twinfer.simulator.op_time import build_chain
-from twinfer.simulator.run import flat, prepare, run_world, simulate
+from twinfer.simulator.run import prepare, run_world, simulate
 from twinfer.simulator.step_time import StepTimer
 
 REGISTRY = Registry(entry_points=False)
