@@ -37,8 +37,10 @@ from twinfer.core.request import Sequence, Status
 if TYPE_CHECKING:
     from twinfer.core.core import Core
 
-LEAST, MOST = 32, 512
-"""Steps that a run may have: twice those of the one before, whose times were worked out and which may have been cut short."""
+LEAST, MOST, AHEAD = 32, 4096, 4
+"""Steps that a run may have: `AHEAD` times those that were taken of the latest ones, as their times are worked out beforehand
+and what comes may cut it short.
+"""
 _RUNNING = Status.RUNNING
 
 
@@ -101,7 +103,7 @@ class Flock:
         self._fresh: dict[int, set[str]] = {}  # admitted by each outstanding plan
         self._sampling: set[str] = set()  # were young and got a token in the latest step
         self._steady: Steady | None = None
-        self._longest = LEAST  # steps of the next run
+        self._typical = float(LEAST)  # steps taken of a run, lately
         self._planned: list[PlanStats] = []  # of steps of the run that are planned and not taken
         self._first = 0  # clock of the first of them
 
@@ -148,8 +150,9 @@ class Flock:
         if len(core.outstanding) < self.lag:
             return self._launch(count, keys + count, stats, forget)
         self._planned, self._first = [stats], clock
+        most = min(most, MOST, max(LEAST, round(AHEAD * self._typical)))
         return Run(
-            core.num_steps, clock, members.affordable(clock, min(most, self._longest)), count, keys + count, forget,
+            core.num_steps, clock, members.affordable(clock, most), count, keys + count, forget,
             len(core.waiting), head, closed,
         )  # fmt: skip
 
@@ -285,7 +288,7 @@ class Flock:
         stretch = Stretch(core.num_steps, steps, run.count, run.keys + run.count * (first - run.clock), stats, taken)
         core.num_steps += steps
         self._sampling = set()
-        self._longest = min(MOST, max(LEAST, 2 * steps))
+        self._typical += (steps - self._typical) / 8
         return stretch, members.go_to(last)
 
     def plan_next(self, run: Run) -> None:

@@ -201,10 +201,12 @@ class Members:
         if not self._paged or steps <= 0:
             return taken
         phases, cycle = self._phases, len(self._phases)
-        for at in range(min(steps, cycle)):
-            takers = phases[(first + at) % cycle]
-            if takers:
-                taken += [*range(at, steps, cycle)] * len(takers)
+        if len(self.all) < cycle:
+            for member in self.all.values():
+                taken += range((member.phase - first) % cycle, steps, cycle)
+        else:
+            for at in range(min(steps, cycle)):
+                taken += [*range(at, steps, cycle)] * len(phases[(first + at) % cycle])
         if taken:
             self.ledger.pool.set_aside(len(taken))
         self.supplied = stop - 1

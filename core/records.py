@@ -15,7 +15,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,8 +191,8 @@ class Spread:
         return 2 ** ((place - (1 << 16) + 0.5) / self.PER_OCTAVE) if place >= 0 else 0.0
 
 
-TOGETHER, FLAT = 64, 1.003
-"""So many steps in a row, whose lengths differ by less than this, are counted by their mean in the distribution of gaps."""
+FLAT = 1.003
+"""Steps in a row whose lengths differ by less than this are counted by their mean in the distribution of gaps."""
 
 
 class Tally:
@@ -232,14 +231,17 @@ class Tally:
             self.reserved += stats.block_size * math.fsum([end - times[step] for step in taken])
             reserved += stats.block_size * len(taken)
         self.peak = max(self.peak, reserved)
-        for at in range(0, steps, TOGETHER):
-            till = min(at + TOGETHER, steps)
-            first, last = times[at + 1] - times[at], times[till] - times[till - 1]
-            if first <= last * FLAT and last <= first * FLAT:
-                self.gaps.add((times[till] - times[at]) / (till - at), count * (till - at))
-            else:
-                for begin, end in itertools.pairwise(times[at : till + 1]):
-                    self.gaps.add(end - begin, count)
+        self._gaps(times, 0, steps, count)
+
+    def _gaps(self, times: Sequence[float], at: int, till: int, count: int) -> None:
+        """Gaps of steps `at` to `till` (exclusive); decode steps grow steadily, so the first and the last tell if all are alike."""
+        first, last = times[at + 1] - times[at], times[till] - times[till - 1]
+        if till - at == 1 or (first <= last * FLAT and last <= first * FLAT):
+            self.gaps.add((times[till] - times[at]) / (till - at), count * (till - at))
+        else:
+            middle = (at + till) // 2
+            self._gaps(times, at, middle, count)
+            self._gaps(times, middle, till, count)
 
     def merge(self, other: Tally) -> None:
         """The steps of another replica, too."""

@@ -73,6 +73,33 @@ class Part(NamedTuple):
 _NOTHING = Part(0.0, 0.0, {})
 
 
+class ByRows(NamedTuple):
+    """The part by rows of a step: `x` of the way from one grid point to the next."""
+
+    seconds: float
+    sigma: float
+    below: Part
+    above: Part
+    x: float
+
+
+_NO_ROWS = ByRows(0.0, 0.0, _NOTHING, _NOTHING, 0.0)
+
+
+class Line(NamedTuple):
+    """The part by rows of `count` rows of one token, while their mean context lies between two grid points: seconds are
+    `base + slope * keys` of all rows' KV tokens, sigma likewise.
+    """
+
+    base: float
+    slope: float
+    sigma_base: float
+    sigma_slope: float
+    below: Part
+    above: Part
+    high: int  # the upper grid point
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
     """Steps in which the same sequences feed one token each. seconds: of each.  sigmas: their sums, as pieces
@@ -118,6 +145,7 @@ class StepTimer:
         self._spares = False  # `StepShape.rows_only` leaves out nothing that belongs to rows
         self._known: dict[tuple[object, ...], Part] = {}
         self._rows: dict[Group, Part] = {}
+        self._lines: dict[tuple[int, int], Line] = {}  # by rows and lower grid point
         self._fixed: dict[int, tuple[float, float]] = {}  # of decode steps: seconds and sigma of all but attention
 
     @property
@@ -170,17 +198,16 @@ class StepTimer:
         num_rows = sum(counts.values())
         parts = self._by_counts(tokens, logits, num_rows, moved)
         host = self._host(num_rows, tokens, logits)
-        below = above = _NOTHING
-        x = 0.0
         if len(counts) == 1:
             ((queries, _), count), *_ = counts.items()
-            low, high, x = _place(queries, count, sum(totals.values()))
-            below = self._at(queries, count, low)
-            above = self._at(queries, count, high) if x else below
+            by_rows = self._by_rows(queries, count, sum(totals.values()))
         elif counts:
             groups = sorted((queries, counts[queries, side], totals[queries, side]) for queries, side in counts)
-            below = above = self._timed("rows", StepShape(_rows(groups), 1, rows_only=self._spares))
-        return self._whole(parts, host, below, above, x, with_ops)
+            part = self._timed("rows", StepShape(_rows(groups), 1, rows_only=self._spares))
+            by_rows = ByRows(part.seconds, part.sigma, part, part, 0.0)
+        else:
+            by_rows = _NO_ROWS
+        return self._whole(parts, host, by_rows, with_ops)
 
     def decode(self, count: int, keys: int, steps: int) -> DecodeCost:
         """Cost of `steps` steps in which `count` sequences feed a token each; `keys`: their KV tokens after the first."""
@@ -193,60 +220,46 @@ class StepTimer:
         seconds: list[float] = []
         sigmas: list[tuple[int, float, float]] = []
         stop = keys + steps * count
-        low, high, _ = _place(1, count, keys)
-        below, width = self._at(1, count, low), high - low
-        rows = self._rows
+        lines, low = self._lines, _grid_below(keys / count)
         while keys < stop:
-            above = rows.get((1, count, high)) or self._at(1, count, high)
-            end = keys - (keys - high * count) // count * count  # first total in the next interval
-            if end > stop:
-                end = stop
-            at, growth = below.seconds, above.seconds - below.seconds
-            spread = above.sigma - below.sigma
-            first = sigma + below.sigma + spread * ((keys / count - low) / width)
-            if not self._overlap:
-                seconds += [
-                    fixed + (at + growth * ((total / count - low) / width)) for total in range(keys, end, count)
-                ]
-                sigmas.append(((end - keys) // count, first, spread / width))
-            else:  # what the CPU takes longer than the device counts
-                for total in range(keys, end, count):
-                    by_rows = at + growth * ((total / count - low) / width)
-                    waited = host.seconds - (fixed + by_rows)
-                    seconds.append(fixed + waited + by_rows if waited > 0 else fixed + by_rows)
-                    sigmas.append((1, first + host.sigma if waited > 0 else first, 0.0))
-                    first += spread / width
-            if high < _EXACT or not high & (high - 1):  # the grid is as wide from one power of two to the next
-                width = _grid_above(high) - high
-            keys, low, high, below = end, high, high + width, above
+            line = lines.get((count, low)) or self._line(count, low)
+            base, slope, first, growth, _, _, low = line
+            end = min(stop, keys - (keys - low * count) // count * count)  # that of the first step in the next interval
+            found = [fixed + (base + slope * total) for total in range(keys, end, count)]
+            first, growth = sigma + (first + growth * keys), growth * count
+            if self._overlap and min(found[0], found[-1]) < host.seconds:  # the CPU takes longer than the device
+                for device in found:
+                    waits = device < host.seconds
+                    seconds.append(host.seconds if waits else device)
+                    sigmas.append((1, first + host.sigma if waits else first, 0.0))
+                    first += growth
+            else:
+                seconds += found
+                sigmas.append((len(found), first, growth))
+            keys = end
         return DecodeCost(seconds, sigmas)
 
     def decode_costs(self, count: int, keys: int, steps: int, with_ops: bool) -> list[StepCost]:
         """As `decode`, step by step."""
         parts, host = self._by_counts(count, count, count, (0, 0)), self._host(count, count, count)
-        found = []
-        for total in range(keys, keys + steps * count, count):
-            low, high, x = _place(1, count, total)
-            below = self._at(1, count, low)
-            above = self._at(1, count, high) if x else below
-            found.append(self._whole(parts, host, below, above, x, with_ops))
-        return found
+        return [
+            self._whole(parts, host, self._by_rows(1, count, total), with_ops)
+            for total in range(keys, keys + steps * count, count)
+        ]
 
-    def _whole(
-        self, parts: tuple[Part, ...], host: Part, below: Part, above: Part, x: float, with_ops: bool
-    ) -> StepCost:
-        """A step of `parts`, of the CPU's part, and of what lies between `below` and `above`."""
-        by_rows, by_rows_sigma = (
-            below.seconds + (above.seconds - below.seconds) * x,
-            below.sigma + (above.sigma - below.sigma) * x,
-        )
-        if self._overlap:
-            device = _sum(parts)[0] + by_rows
+    def _whole(self, parts: tuple[Part, ...], host: Part, by_rows: ByRows, with_ops: bool) -> StepCost:
+        """A step of `parts`, of the CPU's part and of that by rows."""
+        if not self._overlap:
+            seconds, sigma = _sum((*parts, host))
+            seconds += by_rows.seconds
+        else:
+            fixed, sigma = _sum(parts)
+            device = fixed + by_rows.seconds
+            seconds = max(device, host.seconds)
             waited = max(0.0, host.seconds - device)
             host = Part(waited, host.sigma if waited else 0.0, {"host": waited})
-        parts += (host,)
-        seconds, sigma = _sum(parts)
-        return StepCost(seconds + by_rows, sigma + by_rows_sigma, _ops(parts, below, above, x) if with_ops else {})
+            sigma += host.sigma
+        return StepCost(seconds, sigma + by_rows.sigma, _ops((*parts, host), by_rows) if with_ops else {})
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -296,6 +309,30 @@ class StepTimer:
             known = self._timed("rows", StepShape((RowShape(queries, keys),) * count, 1, rows_only=self._spares))
             self._rows[queries, count, keys] = known
         return known
+
+    def _by_rows(self, queries: int, count: int, total: int) -> ByRows:
+        """The part by rows of `count` rows of `queries` tokens with `total` keys all together."""
+        low, high, x = _place(queries, count, total)
+        if queries == 1:
+            line = self._lines.get((count, low)) or self._line(count, low)
+            base, slope, sigma_base, sigma_slope, below, above, _ = line
+            return ByRows(base + slope * total, sigma_base + sigma_slope * total, below, above, x)
+        below = self._at(queries, count, low)
+        above = self._at(queries, count, high) if x else below
+        seconds = below.seconds + (above.seconds - below.seconds) * x
+        return ByRows(seconds, below.sigma + (above.sigma - below.sigma) * x, below, above, x)
+
+    def _line(self, count: int, low: int) -> Line:
+        """From grid point `low` to the next."""
+        high = _grid_above(low)
+        below, above, width = self._at(1, count, low), self._at(1, count, high), (high - low) * count
+        slope, sigma_slope = (above.seconds - below.seconds) / width, (above.sigma - below.sigma) / width
+        if len(self._lines) >= _KEPT:
+            self._lines.clear()
+        line = self._lines[count, low] = Line(
+            below.seconds - slope * low * count, slope, below.sigma - sigma_slope * low * count, sigma_slope, below, above, high
+        )  # fmt: skip
+        return line
 
     def _keep(self, key: tuple[object, ...], part: Part) -> None:
         if len(self._known) >= _KEPT:
@@ -419,12 +456,13 @@ def _sum(parts: Iterable[Part]) -> tuple[float, float]:
     return seconds, sigma
 
 
-def _ops(parts: Iterable[Part], below: Part, above: Part, x: float) -> dict[str, float]:
+def _ops(parts: Iterable[Part], by_rows: ByRows) -> dict[str, float]:
     """Seconds by name, of parts and of what lies between two."""
     ops: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.ops.items():
             ops[name] = ops.get(name, 0.0) + seconds
+    _, _, below, above, x = by_rows
     for name in {**below.ops, **above.ops}:
         low, high = below.ops.get(name, 0.0), above.ops.get(name, 0.0)
         ops[name] = ops.get(name, 0.0) + low + (high - low) * x
