@@ -144,37 +144,47 @@ class Roofline(Technique):
 def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float, str]:
     """Attention over a mixed batch: decode rows are limited by KV reads, the others by pairs."""
     peak, bandwidth = peak_flops(device, op.dtype), device.memory_bandwidth
-    counted = sorted(Counter(op.rows).items())  # of many rows few differ
-    pairs = sum(rows * visible_pairs(queries, total) for (queries, total), rows in counted)
+    pairs = keys = decode_keys = more_queries = 0
+    prompts = []
+    for (queries, total), rows in sorted(Counter(op.rows).items()):  # of many rows few differ
+        keys += rows * total
+        if queries == 1:
+            decode_keys += rows * total
+        else:
+            seen = visible_pairs(queries, total)
+            pairs += rows * seen
+            more_queries += rows * (queries - 1)
+            prompts.append((rows, queries, total, seen))
+    pairs += decode_keys
     if not pairs:
         return curves.attention_overhead, "no rows"
     flops_a_pair = op.flops / pairs
-    keys = sum(rows * total for (_, total), rows in counted)
-    decode_keys = sum(rows * total for (queries, total), rows in counted if queries == 1)
     seconds = curves.attention_overhead
     words = []
-
-    def read(size: float) -> float:
-        """Seconds to read so many bytes of KV; where the efficiency grows faster than the size, those of the point below."""
-        floor = max((x / y for x, y in curves.attention_memory if x < size), default=0.0)
-        return max(size / on_curve(curves.attention_memory, size), floor) / bandwidth
-
     if decode_keys:
         size = op.bytes * decode_keys / keys
-        seconds += max(read(size), flops_a_pair * decode_keys / peak)
-        share = on_curve(curves.attention_memory, size)
+        reading, share = _kv_read(curves, bandwidth, size)
+        seconds += max(reading, flops_a_pair * decode_keys / peak)
         words.append(f"{size / 1e6:.1f} MB of KV at {share:.0%} of {bandwidth / 1e9:.0f} GB/s")
-    for (queries, total), rows in counted:
-        if queries == 1:
-            continue
-        pairs = visible_pairs(queries, total)
-        share = on_curve(curves.attention_compute, math.sqrt(2 * pairs))
-        seconds += rows * flops_a_pair * pairs / (share * peak)
-        words.append(f"{rows} x {queries} queries on {total} keys at {share:.0%} of peak")
-    if decode_keys < keys:  # few queries, as where guesses are checked, read the KV that one would
-        more = sum(r.queries - 1 for r in op.rows) * op.shape[0] * (op.shape[2] + op.shape[3]) * dtype_bytes(op.dtype)
-        seconds = max(seconds, curves.attention_overhead + read(max(0.0, op.bytes - more)))
-    return seconds, "; ".join(words[:3])
+    for rows, queries, total, seen in prompts:
+        share = on_curve(curves.attention_compute, math.sqrt(2 * seen))
+        seconds += rows * flops_a_pair * seen / (share * peak)
+        if len(words) < 3:
+            words.append(f"{rows} x {queries} queries on {total} keys at {share:.0%} of peak")
+    if prompts:  # few queries, as where guesses are checked, read the KV that one would
+        more = more_queries * op.shape[0] * (op.shape[2] + op.shape[3]) * dtype_bytes(op.dtype)
+        reading, _ = _kv_read(curves, bandwidth, max(0.0, op.bytes - more))
+        seconds = max(seconds, curves.attention_overhead + reading)
+    return seconds, "; ".join(words)
+
+
+def _kv_read(curves: Curves, bandwidth: float, size: float) -> tuple[float, float]:
+    """(seconds to read `size` bytes of KV, efficiency): where that grows faster than the size, seconds of the point below."""
+    share, seconds = on_curve(curves.attention_memory, size), 0.0
+    for x, y in curves.attention_memory:
+        if x < size:
+            seconds = max(seconds, x / y)
+    return max(seconds, size / share) / bandwidth, share
 
 
 def curves_of(device: DeviceSpec) -> Curves | None:
