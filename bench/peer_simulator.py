@@ -48,10 +48,12 @@ from simulator import lengths, served, stream  # noqa: E402
 from twinfer.core.catalog import resolve_spec  # noqa: E402
 from twinfer.core.config import EngineConfig  # noqa: E402
 from twinfer.core.device import load_device  # noqa: E402
+from twinfer.core.layout import ALONE  # noqa: E402
+from twinfer.core.parallel_ops import ops_of_step  # noqa: E402
 from twinfer.core.provision import provision  # noqa: E402
 from twinfer.core.registry import default_registry  # noqa: E402
 from twinfer.core.setup import Setup  # noqa: E402
-from twinfer.core.work import RowShape, StepShape, step_ops  # noqa: E402
+from twinfer.core.work import RowShape, StepShape  # noqa: E402
 from twinfer.simulator.op_time import build_chain  # noqa: E402
 from twinfer.simulator.step_time import StepTimer  # noqa: E402
 
@@ -74,7 +76,7 @@ def world(model: str, device_name: str) -> tuple[Setup, StepTimer]:
     spec, device = resolve_spec(model), load_device(device_name, registry)
     config = EngineConfig(model=model, device=device_name, max_model_len=min(16384, spec.max_context))
     setup = provision(config, spec, registry, device, world="simulator")
-    return setup, StepTimer(lambda shape: step_ops(setup.model, shape), build_chain((), device, registry))
+    return setup, StepTimer(lambda shape: ops_of_step(setup.model, shape, ALONE), build_chain((), device, registry))
 
 
 def line(timer: StepTimer, tokens: int) -> dict[str, float]:

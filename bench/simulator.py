@@ -29,6 +29,8 @@ from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import load_device
 from twinfer.core.events import Submit
+from twinfer.core.layout import ALONE
+from twinfer.core.parallel_ops import ops_of_step
 from twinfer.core.params import SamplingParams
 from twinfer.core.provision import provision
 from twinfer.core.recorder import Recorder
@@ -36,7 +38,6 @@ from twinfer.core.records import RunRecord
 from twinfer.core.registry import default_registry
 from twinfer.core.request import Request
 from twinfer.core.setup import Setup
-from twinfer.core.work import step_ops
 from twinfer.core.workload import Setting, Workload
 from twinfer.plugins.workload.synthetic import _tokens
 from twinfer.plugins.workload.traces import AzureTrace
@@ -131,7 +132,7 @@ def measure(args: argparse.Namespace, num: int) -> Result:
     config = EngineConfig(model=args.model, device=args.device, max_model_len=min(16384, spec.max_context))
     setup = provision(config, spec, registry, device, world="simulator")
     rows = lengths(args.trace, setup.limits.max_model_len, spec.vocab_size)
-    timer = StepTimer(lambda shape: step_ops(setup.model, shape), build_chain((), device, registry))
+    timer = StepTimer(lambda shape: ops_of_step(setup.model, shape, ALONE), build_chain((), device, registry))
     arriving = stream(rows, num, args.rate, spec.vocab_size)
     records, simulated = served(setup, timer, arriving, args.replicas, skip=not args.stepping)
     requests = [r for record in records for r in record.requests]

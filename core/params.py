@@ -68,6 +68,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     _greedy: bool = field(init=False, repr=False, compare=False, default=True)
+    _num_samples: int = field(init=False, repr=False, compare=False, default=1)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -129,6 +130,7 @@ class SamplingParams:
                 "n", self.n, "greedy sampling gives n identical samples", "use n=1 or a temperature above 0"
             )
         object.__setattr__(self, "_greedy", self.temperature == 0)
+        object.__setattr__(self, "_num_samples", max(self.n, self.beam_width))
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -155,7 +157,7 @@ class SamplingParams:
     @property
     def num_samples(self) -> int:
         """Answers to one prompt: `n`, or as many as beams."""
-        return max(self.n, self.beam_width)
+        return self._num_samples
 
     @property
     def greedy(self) -> bool:

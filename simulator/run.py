@@ -26,6 +26,7 @@ from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
 from twinfer.core.flock import Run
 from twinfer.core.memory_parts import heaviest_rank
+from twinfer.core.parallel_ops import ops_of_step
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
 from twinfer.core.recorder import Detail, Recorder
@@ -33,7 +34,7 @@ from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
 from twinfer.core.setup import Setup
-from twinfer.core.work import Op, StepShape, step_ops
+from twinfer.core.work import Op, StepShape
 from twinfer.core.workload import Encode, Workload, generate, source_of
 from twinfer.plugins.op_time.calibrated import coverage, jitter_of, recording_of
 from twinfer.simulator.bands import bands_of
@@ -191,7 +192,7 @@ def prepare(
         return ops
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
-        return adapt(step_ops(model, shape, layout), shape)
+        return adapt(ops_of_step(model, shape, layout), shape)
 
     windows = [w for w in model.layer_windows if w is not None]
     timer = timer_of(model, layout, adapt, ops_of, chain, windows, overlap=config.max_outstanding > 1)
