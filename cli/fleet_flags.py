@@ -253,7 +253,9 @@ def _failure(text: str) -> Failure:
     try:
         return Failure(replica=int(replica), at=float(seconds))
     except ValueError:
-        raise ConfigError("--fail", text, "not a replica and a time", "write REPLICA@SECONDS, such as 1@30") from None
+        raise ConfigError(
+            "--fail", text, "not a replica and a time", "write REPLICA@SECONDS, such as 1@30, up to 1e9 s"
+        ) from None
 
 
 def takes_fleet(command: Callable[..., Any]) -> Callable[..., Any]:

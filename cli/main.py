@@ -133,6 +133,7 @@ def main(args: Sequence[str] | None = None) -> int:
             where = next(
                 (given[i - 1] for i, word in enumerate(given) if i and len(word) > 200 and word in name), "path"
             )
+            where = where if where.startswith("-") else "path"
             return _fail(f"{where}='{name[:80]}...': is too long for the name of a file; check the path")
         if not isinstance(error, TwinferError):
             raise
@@ -155,8 +156,12 @@ def _global_first(args: list[str]) -> list[str]:
             rest += [word, *words]
         elif word in _GLOBAL_WITH_VALUE:
             value = next(words, None)
+            if value == "":
+                raise UsageError(f"{word}='': is empty; give a value, or leave the option out")
             first += [word] if value is None else [word, value]
         elif word.startswith(("--plugin-module=", "--plugins-dir=")):
+            if word.endswith("="):
+                raise UsageError(f"{word}'': is empty; give a value, or leave the option out")
             first.append(word)
         else:
             rest.append(word)

@@ -185,11 +185,11 @@ def memory_answer(
     from twinfer.core.registry import OPTION_OF_KIND
     from twinfer.core.setup import adapt_model, groups_of
     from twinfer.core.technique import Needs
+    from twinfer.core.workload import MAX_REQUESTS, MAX_TOKENS
 
-    if batch < 1:
-        raise ConfigError("--batch", batch, "out of range", "give at least 1")
-    if context is not None and context < 1:
-        raise ConfigError("--context", context, "out of range", "give at least 1")
+    for option, given, most in (("--batch", batch, MAX_REQUESTS), ("--context", context, MAX_TOKENS)):
+        if given is not None and not 1 <= given <= most:
+            raise ConfigError(option, given, "out of range", f"give 1 to {most}")
     plain = resolve_spec(model)
     if context is None:
         context = min(DEFAULT_CONTEXT, plain.max_context)
@@ -207,6 +207,10 @@ def memory_answer(
         if limit is not None:
             fields[key] = limit
     config = make_config(fields).model_copy(update={"max_model_len": max(2, context)})
+    if config.cp > context:
+        raise ConfigError(
+            "--cp", config.cp, f"{context} tokens of context are too few to share", f"give at most {context}"
+        )
     lengths = _typical_lengths(typical, plain)
     if lengths and device is None:
         raise ConfigError("--input-len", typical["input_len"], "what fits is asked of no device", "give --device too")

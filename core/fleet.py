@@ -22,6 +22,8 @@ KV_SHARE = 0.87
 """Of the line rate of a device's network port that KV transfers reach, where no bandwidth is given: 87 GB/s over four
 200 Gb/s ports were measured by Mooncake (FAST'25, arXiv:2407.00079)."""
 
+LONGEST = 1e9
+"""Seconds, about thirty years: what takes longer does not happen; it is left out."""
 _OPTIONS = {"repair_s": "--repair", "boot_s": "--boot-time"}
 
 
@@ -37,11 +39,11 @@ class Autoscaler(Checked):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(ge=1)
+    max_replicas: int = Field(ge=1, le=4096)
     target_requests: float | None = Field(default=None, gt=0)
     target_busy: float | None = Field(default=None, gt=0, le=1)
-    interval_s: float = Field(default=15.0, gt=0)
-    down_after_s: float = Field(default=300.0, ge=0)
+    interval_s: float = Field(default=15.0, ge=0.01, le=LONGEST)  # each look is a step of the simulation
+    down_after_s: float = Field(default=300.0, ge=0, le=LONGEST)
 
     @model_validator(mode="after")
     def _check(self) -> Autoscaler:
@@ -66,7 +68,7 @@ class Failure(Checked):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     replica: int = Field(ge=0)
-    at: float = Field(ge=0)
+    at: float = Field(ge=0, le=LONGEST)
 
 
 class Fleet(Checked):
@@ -95,7 +97,7 @@ class Fleet(Checked):
     decode_replicas: int = Field(default=0, ge=0, le=4096)
     decode_router: Choice = Choice(name="least_loaded")
     kv_bandwidth: float | None = Field(default=None, gt=0)
-    kv_latency: float | None = Field(default=None, ge=0)
+    kv_latency: float | None = Field(default=None, ge=0, le=LONGEST)
     fabric_bandwidth: float | None = Field(default=None, gt=0)
     kv_overlap: bool = False
     host_tier_bytes: int | None = Field(default=None, ge=1)
@@ -103,10 +105,10 @@ class Fleet(Checked):
     tier_block: int = Field(default=256, ge=1)
     autoscaler: Autoscaler | None = None
     failures: tuple[Failure, ...] = ()
-    mtbf: float | None = Field(default=None, gt=0)
-    repair_s: float = Field(default=0.0, ge=0)
+    mtbf: float | None = Field(default=None, gt=0, le=LONGEST)
+    repair_s: float = Field(default=0.0, ge=0, le=LONGEST)
     load_bandwidth: float = Field(default=2e9, gt=0)
-    boot_s: float = Field(default=0.0, ge=0)
+    boot_s: float = Field(default=0.0, ge=0, le=LONGEST)
 
     @model_validator(mode="after")
     def _check(self) -> Fleet:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from twinfer.core.errors import ConfigError
 
+MOST_RANKS = 4096  # of one group: beyond every machine, and all ranks of a ring are gone through one by one
 SIZES = ("tp", "pp", "cp", "dp", "ep")
 
 
@@ -36,6 +37,10 @@ class Layout:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name}", getattr(self, name), "is no size of a group", "give 1 or more")
+            if getattr(self, name) > MOST_RANKS:
+                raise ConfigError(
+                    f"--{name}", getattr(self, name), "is too large a group", f"give at most {MOST_RANKS}"
+                )
         if self.tp * self.dp % self.ep:
             raise ConfigError(
                 "--ep", self.ep, f"the {self.tp * self.dp} ranks of --tp {self.tp} x --dp {self.dp} do not divide by it",

@@ -245,6 +245,14 @@ def _budget(q: Question, expected_lengths: Sequence[int], max_request_tokens: in
     )  # fmt: skip
 
 
+def _refuse_overfull(option: str, value: int, room: float) -> None:
+    if room < 0:
+        raise ConfigError(
+            option, value, f"weights, activations and runtime alone are {gib(-room)} too large for the device",
+            "lower --max-num-batched-tokens, raise --tp, or choose a larger device",
+        )  # fmt: skip
+
+
 def _pool(
     config: EngineConfig, ranks: Sequence[RankMemory], rank: RankMemory, block_size: int, reasons: dict[str, str]
 ) -> tuple[float, int]:
@@ -260,6 +268,7 @@ def _pool(
                 f"give a multiple of {config.dp}",
             )  # fmt: skip
         size = blocks * block_size * least.per_slot
+        _refuse_overfull("--num-kv-blocks", config.num_kv_blocks, room)
         if size > room:
             raise ConfigError(
                 "--num-kv-blocks", config.num_kv_blocks,
@@ -270,6 +279,7 @@ def _pool(
         return blocks * per_block, blocks
     if config.kv_memory_bytes is not None:
         room = min(r.spare for r in ranks)
+        _refuse_overfull("--kv-memory-bytes", config.kv_memory_bytes, room)
         if config.kv_memory_bytes > room:
             raise ConfigError(
                 "--kv-memory-bytes", config.kv_memory_bytes, f"weights, activations and runtime leave {gib(room)} of {gib(rank.memory)}",

@@ -91,7 +91,7 @@ class Registry:
     def _load_named(self, module_name: str) -> None:
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script that is no plugin may end itself
             raise PluginError(
                 f"-p {module_name}: cannot be imported ({type(error).__name__}: {_one_line(error)}); "
                 "run from its folder, install it, or give --plugins-dir FOLDER"
@@ -115,7 +115,7 @@ class Registry:
             sys.modules[name] = module  # dataclasses and pydantic look their module up
             try:
                 spec.loader.exec_module(module)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 del sys.modules[name]
                 raise PluginError(
                     f"--plugins-dir {folder}: {path.name} fails to load ({type(error).__name__}: {_one_line(error)})"
@@ -127,7 +127,7 @@ class Registry:
             version = ep.dist.version if ep.dist is not None else ""
             try:
                 self._load(ep.load(), ep.name, version, f"entry point {ep.value}")
-            except Exception as error:  # an installed plugin must not take the tool down with it
+            except (Exception, SystemExit) as error:  # an installed plugin must not take the tool down with it
                 self.broken[ep.name] = f"{type(error).__name__}: {_one_line(error)}"
 
     def _load(self, plugin: ModuleType | object, name: str, version: str, source: str) -> None:
@@ -209,7 +209,7 @@ def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> Bas
         ) from None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     """Text of an error that others wrote, perhaps over several lines."""
     return " ".join(str(error).split())
 

@@ -122,7 +122,8 @@ def _write_rows(path: Path, rows: list[Any], cls: type[Any]) -> None:
         table = pa.Table.from_pydict(columns, schema=schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise RunStoreError(f"{path.name}: a {cls.__name__} holds a value of the wrong type ({error})") from error
-    pq.write_table(table, path, compression="zstd")
+    with path.open("wb") as file:  # of a name, a part before a colon would be taken for a protocol
+        pq.write_table(table, file, compression="zstd")
 
 
 def _read_rows(path: Path, cls: type[Any]) -> list[Any]:
@@ -131,7 +132,7 @@ def _read_rows(path: Path, cls: type[Any]) -> list[Any]:
 
     try:
         # a plain read of the one file: the dataset reader would take folder names for columns
-        with pq.ParquetFile(path) as file:
+        with path.open("rb") as raw, pq.ParquetFile(raw) as file:
             columns = file.read().to_pydict()
     except (OSError, pa.ArrowException) as error:
         reason = "missing" if isinstance(error, FileNotFoundError) else str(error).splitlines()[0]

@@ -75,6 +75,12 @@ class RunStore:
     def __init__(self, root: str | Path | None = None) -> None:
         self.root = Path(root) if root is not None else default_root()
         self._runs, self._trash = self.root / "runs", self.root / "trash"
+        try:
+            str(self.root).encode()
+        except UnicodeEncodeError:
+            raise RunStoreError(
+                f"{str(self.root)!r}: the name of the folder is no Unicode text; give another --runs-dir"
+            ) from None
         if self.root.exists() and not self.root.is_dir():
             raise RunStoreError(
                 f"{self.root} is no folder: cannot save or list runs there; give a folder to --runs-dir"
@@ -85,7 +91,7 @@ class RunStore:
     def check_writable(self) -> None:
         """Refuse a place where `save` cannot work, before a run is made for it. Creates nothing."""
         place = self._runs
-        while not place.exists() and place != place.parent:
+        while not os.path.lexists(place) and place != place.parent:  # a link to nowhere is in the way
             place = place.parent
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             raise RunStoreError(

@@ -123,39 +123,37 @@ class Workload(BaseModel):
         if self.num_requests is not None:
             _within("--requests", self.num_requests, MAX_REQUESTS)
         if self.rate is not None:
-            ok = self.rate >= 1e-9  # less would make times beyond what a float can tell apart
-            _require("--rate", self.rate, ok, "give requests per second from 1e-9, or inf for all at once")
+            ok = 1e-9 <= self.rate <= 1e9 or self.rate == math.inf  # beyond, a float cannot tell times apart
+            _require("--rate", self.rate, ok, "give requests per second from 1e-9 to 1e9, or inf for all at once")
             _require("--rate", self.rate, self.ramp_to is None or self.rate != math.inf, "give a number to ramp from")
         elif self.ramp_to is not None:
             raise ConfigError("--ramp-to", self.ramp_to, "no rate to start from was given", "give --rate too")
         if self.ramp_to is not None:
-            _require("--ramp-to", self.ramp_to, 1e-9 <= self.ramp_to < math.inf, "give requests per second from 1e-9")
+            _require(
+                "--ramp-to", self.ramp_to, 1e-9 <= self.ramp_to <= 1e9, "give requests per second from 1e-9 to 1e9"
+            )
         _require("--burstiness", self.burstiness, 0.01 <= self.burstiness <= 1e6, "use a value from 0.01 to 1e6")
         if self.burstiness != 1 and (self.rate is None or self.rate == math.inf):
             raise ConfigError("--burstiness", self.burstiness, "without a rate there are no gaps", "give --rate too")
         _require("--rate-scale", self.rate_scale, 1e-6 <= self.rate_scale <= 1e6, "use a value from 1e-6 to 1e6")
         if self.rate_scale != 1 and (self.concurrency is not None or self.rate == math.inf):
             raise ConfigError(
-                "--rate-scale",
-                self.rate_scale,
-                "nothing has a time that could be scaled",
-                "give --rate, or a trace with times",
-            )
+                "--rate-scale", self.rate_scale, "nothing has a time that could be scaled", "give --rate, or a trace with times"
+            )  # fmt: skip
         if self.concurrency is not None:
             _within("--concurrency", self.concurrency, MAX_REQUESTS)
             if self.rate is not None and self.rate != math.inf:
                 raise ConfigError(
-                    "--concurrency",
-                    self.concurrency,
-                    f"--rate {self.rate:g} says when to send, too",
-                    "give one of them",
-                )
+                    "--concurrency", self.concurrency, f"--rate {self.rate:g} says when to send, too", "give one of them"
+                )  # fmt: skip
         top = 1.0 if self.lengths == "uniform" else 3.0
         _require("--spread", self.spread, 0 <= self.spread <= top, f"use a value from 0 to {top:g}")
         if self.spread and self.lengths == "fixed":
             raise ConfigError(
                 "--spread", self.spread, "fixed lengths have no spread", "choose --lengths uniform or lognormal"
             )
+        ok = 0 <= self.temperature < math.inf
+        _require("--temperature", self.temperature, ok, "use 0 for greedy or a positive number")
         ok = 1 <= self.beam_width <= MAX_SAMPLES
         _require("--beam-width", self.beam_width, ok, f"use 1 for no beam search, or 2 to {MAX_SAMPLES}")
         if self.beam_width > 1 and self.temperature:
@@ -169,8 +167,9 @@ class Workload(BaseModel):
         if self.turns is not None:
             _within("--turns", self.turns, 10_000)
             _require("--turns", self.turns, self.beam_width == 1 or self.turns == 1, "leave --beam-width out")
-        _require("--think-time", self.think_time, 0 <= self.think_time < math.inf, "give seconds from 0")
-        if self.think_time and self.turns == 1:
+        _require("--think-time", self.think_time, 0 <= self.think_time <= 1e9, "give seconds from 0 to 1e9")
+        single = self.turns is None and self.trace is None and self.source is None  # others know turns of their own
+        if self.think_time and (self.turns == 1 or single):
             raise ConfigError("--think-time", self.think_time, "no turn follows the first", "give --turns 2 or more")
         if self.trace and (self.prompts or self.prompt_tokens):
             raise ConfigError("--trace", self.trace, "prompts are given too", "give a trace or prompts, not both")
