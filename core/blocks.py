@@ -75,15 +75,15 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now."""
-        return len(self.free) + len(self.idle)
+        """Blocks that can be handed out now, free and idle ones: all that are not held."""
+        return self.num_blocks - self.held
 
     # --- taking ---------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int] | None:
         """`count` private empty blocks, or None (and no change) when there are not enough."""
         free, refs, fill = self.free, self.refs, self.fill
-        if count > len(free) + len(self.idle):
+        if count > self.num_blocks - self.held:
             return None
         at = max(0, len(free) - count)
         taken = free[at:]

@@ -413,8 +413,8 @@ class Core:
         """Counts of this moment; `unseen`: committed tokens that the pool has not been told of yet."""
         pool = self.ledger.pool
         return PlanStats(
-            len(self.running), len(self.waiting) if waiting is None else waiting, pool.held, len(pool.idle),
-            pool.num_blocks, pool.used + unseen, pool.block_size,
+            len(self.running), len(self.waiting) if waiting is None else waiting, pool.held,
+            pool.num_blocks - pool.held - len(pool.free), pool.num_blocks, pool.used + unseen, pool.block_size,
         )  # fmt: skip
 
     def launch(self, planner: Planner, decoding: Decoding | None = None, unseen: int = 0) -> StepPlan:

@@ -21,7 +21,6 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from twinfer.core.dtypes import dtype_bytes
@@ -31,7 +30,7 @@ from twinfer.core.layout import Layout
 from twinfer.core.ring_ops import cut_attention
 from twinfer.core.spec import ModelSpec
 from twinfer.core.state_ops import StateLayers, state_ops
-from twinfer.core.work import Linear, Op, RowShape, StepShape, keys_read, visible_pairs
+from twinfer.core.work import Linear, Op, RowShape, StepShape, counted, keys_read, visible_pairs
 
 NORM_FLOPS = 4  # per element: square, sum, scale, weight
 ACT_FLOPS = 5  # per element: sigmoid-like function and product
@@ -266,7 +265,7 @@ def _collectives(c: Stage, size: float, n: int) -> list[Op]:
 def _attention(c: Stage, rows: tuple[RowShape, ...], t: int, window: int | None, count: int) -> Op:
     """All rows of the step in one op; KV is read once per KV head and row."""
     pairs = keys = 0
-    for (queries, end), times in Counter(rows).items():  # of many rows few differ
+    for (queries, end), times in counted(rows).items():
         pairs += times * visible_pairs(queries, end, window)
         keys += times * keys_read(queries, end, window)
     model, heads = c.model, c.heads

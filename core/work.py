@@ -13,7 +13,8 @@ Counting rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from twinfer.core.spec import ModelSpec
 
 __all__ = [
     "BYTES", "COLLECTIVES", "LatentShape", "Linear", "MoEShape", "Op", "RowShape", "StateShape", "StepShape",
-    "dtype_bytes", "keys_read", "num_logits", "scaled", "stage_ops", "step_ops", "swapped_slots", "total", "visible_pairs",
+    "counted", "dtype_bytes", "keys_read", "num_logits", "scaled", "stage_ops", "step_ops", "swapped_slots", "total", "visible_pairs",
 ]  # fmt: skip
 
 COLLECTIVES = {
@@ -219,6 +220,18 @@ def visible_pairs(queries: int, keys: int, window: int | None = None) -> int:
         return queries * window
     growing = window - first  # queries that see fewer than `window` keys
     return (first + window - 1) * growing // 2 + (queries - growing) * window
+
+
+def counted(rows: tuple[RowShape, ...]) -> Mapping[RowShape, int]:
+    """How often each row occurs: of many few differ. The same rows are mostly asked for again at once."""
+    global _counted
+    known = _counted
+    if known[0] is not rows:
+        known = _counted = (rows, Counter(rows))
+    return known[1]
+
+
+_counted: tuple[tuple[RowShape, ...], Mapping[RowShape, int]] = ((), {})
 
 
 def keys_read(queries: int, keys: int, window: int | None = None) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Technique
-from twinfer.core.work import MoEShape, Op, visible_pairs
+from twinfer.core.work import MoEShape, Op, counted, visible_pairs
 from twinfer.plugins.op_time.wires import network_hops, wire_seconds
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def attention_seconds(op: Op, device: DeviceSpec, curves: Curves) -> tuple[float
     peak, bandwidth = peak_flops(device, op.dtype), device.memory_bandwidth
     pairs = keys = decode_keys = more_queries = 0
     prompts = []
-    for (queries, total), rows in sorted(Counter(op.rows).items()):  # of many rows few differ
+    for (queries, total), rows in sorted(counted(op.rows).items()):
         keys += rows * total
         if queries == 1:
             decode_keys += rows * total
