@@ -28,6 +28,7 @@ from twinfer.dashboard import theme
 from twinfer.dashboard.charts import Chart, escape, finish, short
 from twinfer.dashboard.quantities import number, percent
 from twinfer.dashboard.scenario import KINDS, Scenario
+from twinfer.simulator.plan_file import SCHEMA
 from twinfer.simulator.plan_space import (
     DEFAULT_SEQS,
     DEFAULT_TOKENS,
@@ -97,12 +98,12 @@ def key_of(question: Question) -> str:
 
 
 def read_answer(path: Path) -> dict[str, Any] | None:
-    """The plan in a file, None when there is none that can be read."""
+    """The plan in a file, None when there is none that can be read (by this version)."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.get("kind") == "plan" else None
+    return found if isinstance(found, dict) and (found.get("kind"), found.get("schema")) == ("plan", SCHEMA) else None
 
 
 # --- tables -----------------------------------------------------------------------------------------
@@ -115,12 +116,14 @@ def fleet_rows(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal]) -> li
         row = {
             "fleet": ("★ " if fleet["on_front"] else "") + fleet["label"], "devices": str(fleet["num_devices"]),
             "US$/h": _money(fleet["cost_per_hour"]), "US$/1M tokens": _money(fleet["cost_per_million"]),
-            "goodput (req/s)": number(fleet["goodput"]),
+            "goodput (req/s)": _goodput(fleet),
         }  # fmt: skip
         for goal in goals:
             low, high = fleet["band"].get(goal.name, (None, None))
             band = f" ({_ms(low)} to {'far above' if high is None else _ms(high)})" if fleet["band"] else ""
             row[f"{_title(goal)} (ms, 80 % band)"] = _ms(fleet["values"].get(goal.name)) + band
+            if fleet["seeds"] > 1:
+                row[f"{_title(goal)} of {fleet['seeds']} draws (ms)"] = _draws(fleet["spread"].get(goal.name))
         joules = fleet["joules_per_token"]
         row |= {
             "busy": percent(fleet["busy"], signed=False), "J/token": "not known" if joules is None else number(joules),
@@ -140,6 +143,31 @@ def change_rows(changed: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         }
         for row in changed
     ]
+
+
+def cheaper_rows(cheaper: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Fleets that cost less than the answer, and the limit that each meets."""
+    return [
+        {
+            "fleet": row["fleet"], "devices": str(row["num_devices"]), "US$/h": _money(row["cost_per_hour"]),
+            "why not": row["why"],
+        }
+        for row in cheaper
+    ]  # fmt: skip
+
+
+def _goodput(fleet: Mapping[str, Any]) -> str:
+    """The least of all draws of the traffic, and the most where that is more."""
+    least, most = (number(value) for value in fleet["goodput_spread"])
+    words = least if least == most else f"{least} to {most}"
+    return words if fleet["clients"] is None else f"{words} by {fleet['clients']} clients"
+
+
+def _draws(ends: Sequence[float | None] | None) -> str:
+    """Least and most of all draws; the most is not known where requests of one were not served."""
+    if ends is None or ends[0] is None:
+        return "not served"
+    return f"{_ms(ends[0])} to {'not served' if ends[1] is None else _ms(ends[1])}"
 
 
 def _money(value: float | None) -> str:
@@ -229,9 +257,11 @@ def _around(values: Sequence[float]) -> list[float]:
 def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], most: float = 2.0) -> Chart:
     """How much of each promise a fleet uses up, with the 80 % band; the line at 100 % is the promise.
 
-    Bands are cut at `most` times the promise: beyond it a queue only grows.
+    Bands are cut at `most` times the promise: beyond it a queue only grows. Bars behind the points go from the least to
+    the most of all draws of the traffic, where there are several.
     """
     figure = go.Figure()
+    drawn: tuple[list[float | None], list[float | None]] = ([], [])
     symbols, colours = ("diamond", "circle", "square", "cross"), (theme.PREDICTED, theme.SKY, theme.PINK, theme.GREEN)
     table = []
     for index, goal in enumerate(goals):
@@ -247,10 +277,16 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
             low.append(max(0.0, share - 100 * (value if ends[0] is None else ends[0]) / goal.limit))
             high.append(max(0.0, 100 * min(most, slow) - share))
             where.append(place + (index - (len(goals) - 1) / 2) * 0.26)
+            least, worst = fleet["spread"].get(goal.name) or (None, None)
+            if fleet["seeds"] > 1 and least is not None:
+                ended = most if worst is None else min(most, worst / goal.limit)
+                drawn[0].extend((100 * min(most, least / goal.limit), 100 * ended, None))
+                drawn[1].extend((where[-1], where[-1], None))
             words.append([escape(fleet["label"]), number(value * 1e3)])
             table.append({
                 "fleet": fleet["label"], "promise": str(goal), "predicted (s)": value, "low (s)": ends[0],
-                "high (s)": "" if ends[1] is None else ends[1],
+                "high (s)": "" if ends[1] is None else ends[1], "draws": fleet["seeds"],
+                "least of all draws (s)": "" if least is None else least, "most of all draws (s)": "" if worst is None else worst,
             })  # fmt: skip
         figure.add_scatter(
             x=x, y=where, mode="markers", name=_title(goal), customdata=words,
@@ -259,6 +295,12 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
                      "color": theme.QUIET},
             hovertemplate="%{customdata[0]}<br>" + _title(goal) + " %{customdata[1]} ms, %{x:.3~g} % of the promise<extra></extra>",
         )  # fmt: skip
+    if drawn[0]:
+        figure.add_scatter(
+            x=drawn[0], y=drawn[1], mode="lines", name="all draws of the traffic", hoverinfo="skip",
+            line={"color": theme.transparent(theme.GREY, 0.45), "width": 9},
+        )  # fmt: skip
+        figure.data = (figure.data[-1], *figure.data[:-1])  # behind the points
     figure.add_scatter(
         x=[100, 100], y=[-0.5, len(fleets) - 0.5], mode="lines", name="the promise", hovertemplate="the promise<extra></extra>",
         line={"color": theme.LOSS, "width": 1.5, "dash": "dot"},
@@ -271,11 +313,14 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
     highest = max(
         (float(v) + float(u) for t in marks for v, u in zip(t.x, t.error_x.array, strict=True)), default=100.0
     )
+    highest = max([highest, *(v for v in drawn[0] if v is not None)])
     figure.update_xaxes(title="Share of the promise (%)", range=[0, max(110.0, 1.04 * highest)], rangemode="tozero")
     tight = max(table, key=lambda r: r["predicted (s)"], default=None)
     alt = (
         f"How much of its promises each of {len(fleets)} fleets uses up, with the 80 percent band; the line at 100 percent "
-        "is the promise itself." + ("" if tight is None else f" The longest time is {tight['predicted (s)']:.3g} s.")
+        "is the promise itself."
+        + (" Grey bars go from the least to the most of all draws of the traffic." if drawn[0] else "")
+        + ("" if tight is None else f" The longest time is {tight['predicted (s)']:.3g} s.")
     )
     return Chart(finish(figure, 96 + 46 * len(fleets)), alt, table)
 
@@ -317,6 +362,6 @@ def change_chart(changed: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) 
 
 
 __all__ = [
-    "EXAMPLE", "change_chart", "change_rows", "fleet_rows", "front_chart", "key_of", "line_of", "promise_chart", "question_of",
-    "read_answer",
+    "EXAMPLE", "change_chart", "change_rows", "cheaper_rows", "fleet_rows", "front_chart", "key_of", "line_of",
+    "promise_chart", "question_of", "read_answer",
 ]  # fmt: skip

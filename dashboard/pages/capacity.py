@@ -138,6 +138,12 @@ def _answer(found: dict[str, Any]) -> None:
             parts.show(chart, "front")
         st.subheader("Promises", anchor=False)
         parts.show(capacity.promise_chart(fleets, goals), "promises")
+        seeds = max(fleet["seeds"] for fleet in fleets)
+        if seeds > 1:
+            st.caption(
+                f"Points are the draw of the traffic that comes nearest to a limit, of {seeds}; grey bars are all of them, "
+                "thin lines the 80 % band."
+            )
         with st.expander("All fleets", key="fleets", expanded=True):
             parts.rows(capacity.fleet_rows(fleets, goals))
             st.download_button(
@@ -149,6 +155,9 @@ def _answer(found: dict[str, Any]) -> None:
             st.subheader("If something is different", anchor=False)
             parts.show(changed, "changes-of-plan", table=False)
             parts.rows(capacity.change_rows(answer["changed"]))
+    if answer["cheaper"]:
+        st.subheader("Why nothing cheaper will do", anchor=False)
+        parts.rows(capacity.cheaper_rows(answer["cheaper"]))
     for device, why in answer["none"].items():
         st.caption(f"No fleet of {parts.plain(device)}: {parts.plain(why)}")
     for source in dict.fromkeys(f"{f['device']}: {f['price_source']}" for f in fleets if f["price_source"]):

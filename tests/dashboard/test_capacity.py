@@ -91,7 +91,16 @@ def test_front_chart_shows_cost_and_goodput_of_priced_fleets(found: dict[str, An
 def test_promise_chart_shows_shares_of_the_promise_and_cuts_bands(found: dict[str, Any]) -> None:
     fleets = found["answer"]["fleets"]
     chart = capacity.promise_chart(fleets, GOALS)
-    trace, promise = chart.figure.data
+    draws, trace, promise = chart.figure.data
+    ends = [f["spread"]["ttft.p90"] for f in fleets]
+    assert [v for v in draws.x if v is not None] == pytest.approx([100 * v / 0.5 for pair in ends for v in pair])
+    assert [y for y in draws.y if y is not None] == [y for y in trace.y for _ in range(2)]
+    assert all(
+        low - 1e-9 <= x <= high + 1e-9 for x, low, high in zip(trace.x, draws.x[::3], draws.x[1::3], strict=True)
+    )
+    assert "all draws" in chart.alt and chart.table[0]["most of all draws (s)"] == ends[0][1]
+    alone = capacity.promise_chart([{**f, "seeds": 1} for f in fleets], GOALS)
+    assert len(alone.figure.data) == 2 and "draws" not in alone.alt
     assert list(promise.x) == [100, 100]
     assert list(trace.x) == pytest.approx([100 * f["values"]["ttft.p90"] / 0.5 for f in fleets])
     assert all(0 <= x <= 100 for x in trace.x), "a fleet that is proposed keeps its promises"
@@ -112,7 +121,36 @@ def test_change_chart_counts_replicas_against_the_answer(found: dict[str, Any]) 
 def test_rows_say_what_is_not_known(found: dict[str, Any]) -> None:
     fleet = {**found["answer"]["fleets"][0], "cost_per_hour": None, "cost_per_million": None, "joules_per_token": None}
     (row,) = capacity.fleet_rows([fleet], GOALS)
+    spread = row[f"TTFT p90 of {fleet['seeds']} draws (ms)"]
+    assert fleet["seeds"] > 1 and " to " in spread and spread != row["TTFT p90 (ms, 80 % band)"]
+    one = {**fleet, "seeds": 1, "goodput_spread": (2.0, 2.0), "clients": 7, "spread": {}}
+    (row_of_one,) = capacity.fleet_rows([one], GOALS)
+    assert row_of_one["goodput (req/s)"] == "2 by 7 clients" and not any("draws" in name for name in row_of_one)
+    lost = {**fleet, "goodput_spread": (1.5, 2.5), "spread": {"ttft.p90": (0.25, None)}}
+    (row_of_lost,) = capacity.fleet_rows([lost], GOALS)
+    assert row_of_lost["goodput (req/s)"] == "1.50 to 2.50"
+    assert row_of_lost[f"TTFT p90 of {fleet['seeds']} draws (ms)"] == "250 to not served"
     assert row["US$/h"] == "no price" and row["J/token"] == "not known" and "TTFT p90 (ms, 80 % band)" in row
+
+
+CHEAPER = [
+    {"fleet": "2 x l40s", "cost_per_hour": 1.58, "num_devices": 2, "why": "TTFT p90 would be 0.9 s"},
+    {"fleet": "1 x *own*", "cost_per_hour": None, "num_devices": 1, "why": "memory: KV capacity"},
+]
+
+
+def test_cheaper_fleets_say_what_each_lacks() -> None:
+    first, second = capacity.cheaper_rows(CHEAPER)
+    assert first == {"fleet": "2 x l40s", "devices": "2", "US$/h": "1.58", "why not": "TTFT p90 would be 0.9 s"}
+    assert second["US$/h"] == "no price"
+
+
+def test_an_answer_of_another_version_is_none(tmp_path: Path, found: dict[str, Any]) -> None:
+    for text in (json.dumps({**found, "schema": 1}), json.dumps({**found, "kind": "x"}), "[" * 20000, "", "[1]"):
+        (tmp_path / "plan.json").write_text(text)
+        assert capacity.read_answer(tmp_path / "plan.json") is None
+    (tmp_path / "plan.json").write_text(json.dumps(found))
+    assert capacity.read_answer(tmp_path / "plan.json") == found
 
 
 # --- the page ---------------------------------------------------------------------------------------
@@ -181,15 +219,19 @@ def test_a_promise_must_be_made(page) -> None:
 
 
 def test_a_deep_link_shows_the_stored_answer(page, tmp_path: Path, scenario: Scenario, found: dict[str, Any]) -> None:
-    store(tmp_path, scenario, found)
+    answer = {**found["answer"], "cheaper": CHEAPER}
+    store(tmp_path, scenario, {**found, "answer": answer})
     at = page(**ASKED)
     assert not at.exception
     shown = texts(at).replace("\\", "")
     assert found["answer"]["sentence"] in shown and "simulated" in shown
     assert at.multiselect(key="w_plan_devices").value == ["l40s", "h100-sxm"]
     spec = json.loads(at.get_by_key("chart-promises").proto.spec)
-    assert len(spec["data"]) == 2 and at.get_by_key("chart-promises").proto.alt
+    assert len(spec["data"]) == 3 and at.get_by_key("chart-promises").proto.alt
     assert json.loads(at.get_by_key("chart-front").proto.spec)["data"]
+    assert "Why nothing cheaper will do" in [h.value for h in at.subheader] and "grey bars are all of them" in shown
+    tables = "\n".join(table.value.to_string() for table in at.table).replace("\\", "")
+    assert all(row["why"] in tables for row in CHEAPER) and "draws (ms)" in tables
     at.number_input(key="w_plan_rate").set_value(21.0).run()
     assert not at.exception and "No search was made for this yet" in texts(at)
 
