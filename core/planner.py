@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from twinfer.core.admission import way_in
 from twinfer.core.errors import PluginError
 from twinfer.core.plan import HOLE, Copy, FromStep, Grant, Move, Need, Row, Swap, Token
 from twinfer.core.policy import Defer, Shortage, View, Want
@@ -229,6 +230,7 @@ class Planner:
         return claims
 
     def _admit(self, seq: Sequence, want: Want) -> None:
+        """Let a waiting sequence in and feed its first tokens, or close admission for this step."""
         core, ledger = self.core, self.ledger
         if seq.kv_load is not None and min(seq.kv_load.num_tokens, seq.known - 1) < 1:
             seq.kv_load = None  # nothing to load: compute it
@@ -239,52 +241,21 @@ class Planner:
         if not loading and rows >= core.limits.max_num_seqs:
             self._close(seq, None)
             return
-        leader = seq.leader
-        fork = False
-        # With output of its own it shares no more than a hit.
-        if leader is not None and not seq.output and seq.host is None:
-            if leader.status is _RUNNING and leader.computed >= seq.known - 1:
-                if any(swap.seq == leader.id for swap in self.swap_ins):
-                    return  # copies come before swap-ins: next step
-                fork = ledger.can_fork(seq, leader)
-            elif leader.num_preemptions == 0 and leader.status in (_WAITING, _RUNNING, Status.LOADING):
-                return  # its prompt is about to be shared: a gate, takes nothing
-        pool = ledger.pool
-        # Beside others there must be room for a first step, or it would be preempted at once; alone it may
-        # use the pool to its last slot. The last token of a sequence is never stored.
         others = bool(core.running or self.admitted)
-        stored = min(seq.known + others, seq.limit - 1)
-        need = ledger.peak(stored) if others else ledger.least(stored)
-        hits = None
-        if fork:
-            assert leader is not None
-            tokens = seq.known - 1
-            need += ledger.copied(tokens) - ledger.read_at(tokens)
-            room = pool.available
-        else:
-            hits = None if loading else ledger.hits(seq)
-            blocks = hits.blocks if hits is not None else ()
-            need -= len(blocks)
-            room = pool.available - sum(pool.refs[b] == 0 for b in blocks)
-            tokens = hits.length * ledger.block_size if hits is not None else 0
-            if seq.host is not None:
-                tokens = max(tokens, seq.host.num_tokens)
+        way = way_in(core, seq, self.swap_ins, others)
+        if way is None:
+            return
         spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
-        if need > room - spare:
-            self._close(seq, hits.length if hits is not None else 0)
-            self._refuse(seq, self._memory_reason(seq, need))
+        if way.need > way.room - spare:
+            self._close(seq, way.num_hits)
+            self._refuse(seq, self._memory_reason(seq, way.need))
             return
-        remaining = seq.known - tokens
-        n = min(want.num_tokens, remaining, self.budget)
-        if n < min(want.num_tokens, remaining) and not want.partial and not loading:
-            self._close(seq, hits.length if hits is not None else 0)
-            self._refuse(seq, self._budget_reason(seq, remaining))
+        asked = min(want.num_tokens, seq.known - way.tokens)
+        if asked > self.budget and not want.partial and not loading:
+            self._close(seq, way.num_hits)
+            self._refuse(seq, self._budget_reason(seq, seq.known - way.tokens))
             return
-        if fork:
-            assert leader is not None
-            seq.computed = ledger.fork(seq, leader)
-        else:
-            seq.computed = ledger.admit(seq, hits)
+        seq.computed = ledger.admit(seq, way.hits) if way.leader is None else ledger.fork(seq, way.leader)
         seq.num_cached = seq.computed
         if seq.num_hit is None and not loading:  # else it is known when the transfer has ended
             seq.num_hit = seq.computed
@@ -296,18 +267,24 @@ class Planner:
         num_shared = len(table.blocks)
         if seq.host is not None:
             self._swap_in(seq)
-        shared = [tuple(blocks) for blocks in table.groups]
         if loading:
             self._load(seq)
-            return
+        else:
+            self._first_row(seq, min(asked, self.budget), [tuple(blocks) for blocks in table.groups], num_shared)
+
+    def _first_row(self, seq: Sequence, n: int, held: list[tuple[int, ...]], num_shared: int) -> None:
+        """Feed `n` tokens of a sequence that was just let in; the executor is told of the blocks it came with, too.
+
+        held: these blocks of each group.  num_shared: so many of them others may read.
+        """
         self._num_admitted_rows += 1
         at = len(self.grants)
         if not self._feed(seq, n, seq.computed, seq.known, seq.known):
             raise AssertionError("admission promised room")  # pragma: no cover
-        if shared[0]:
+        if held[0]:
             fresh = {grant.group: grant.blocks for grant in self.grants[at:]}
             self.grants[at:] = [
-                Grant(seq.id, group, blocks + fresh.get(group, ()), num_shared) for group, blocks in enumerate(shared)
+                Grant(seq.id, group, blocks + fresh.get(group, ()), num_shared) for group, blocks in enumerate(held)
             ]
 
     def _close(self, seq: Sequence, hits: int | None) -> None:
