@@ -42,6 +42,7 @@ MAX_REPLICAS = 64
 EXAMPLE: Mapping[str, Any] = {
     "model": "llama-3.1-70b", "input_len": 1000, "output_len": 200, "spread": 0.5, "shared_prefix": 0, "plan_rate": 6.0,
     "plan_ttft": 1.0, "plan_tpot": 50.0, "plan_percentile": 95, "plan_devices": "", "plan_trace": "",
+    "images_per_request": 0.0,
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def question_of(scenario: Scenario, registry: Registry) -> Question:
     goals = parse_goals(
         f"{metric}.p{scenario.plan_percentile}<={limit!r}{unit}" for limit, metric, unit in promises if limit
     )
-    resolve_spec(scenario.model)
+    scenario.refuse_unseen(resolve_spec(scenario.model))
     for kind in KINDS:
         if getattr(scenario, kind) is not None:
             registry.build(kind, getattr(scenario, kind))
@@ -66,6 +67,7 @@ def question_of(scenario: Scenario, registry: Registry) -> Question:
             "output_len": scenario.output_len, "lengths": "uniform" if scenario.spread else "fixed",
             "spread": scenario.spread, "shared_prefix": scenario.shared_prefix,
         }  # fmt: skip
+    traffic |= scenario.images()
     base: dict[str, Any] = {"model": scenario.model}
     base |= {kind: getattr(scenario, kind) for kind in KINDS if getattr(scenario, kind) is not None}
     question = Question(
@@ -86,6 +88,7 @@ def line_of(scenario: Scenario) -> str:
         traffic = f"{Path(scenario.plan_trace).name} × {scenario.plan_scale:g}"
     elif scenario.spread:
         traffic += f" ±{scenario.spread:.0%}"
+    traffic += scenario.images_line()
     promises = [(scenario.plan_ttft, "TTFT", "s"), (scenario.plan_tpot, "TPOT", "ms")]
     words = [f"{name} p{scenario.plan_percentile} ≤ {limit:g} {unit}" for limit, name, unit in promises if limit]
     devices = scenario.plan_devices.replace(",", ", ") or "all device types"

@@ -9,13 +9,14 @@ from typing import Any
 
 import streamlit as st
 
+from twinfer.core.errors import TwinferError
 from twinfer.dashboard import session
 from twinfer.dashboard.charts import Chart
 from twinfer.dashboard.forms import draw, fields_of
 from twinfer.dashboard.jobs import Job
 from twinfer.dashboard.quantities import Band, Quantity, change, improvement, number, percent, shown
 from twinfer.dashboard.resources import Resources
-from twinfer.dashboard.scenario import PRESETS, Scenario
+from twinfer.dashboard.scenario import IMAGES, PRESETS, Scenario
 
 FIELDS = {field.name: field for field in fields_of(Scenario)}
 CARD_WIDTH = 168  # four beside each other on a desktop, two on a phone
@@ -108,6 +109,26 @@ def _workload_form(resources: Resources) -> None:
     ):
         with (left, right)[index % 2]:
             setting(name)
+    _images_form()
+
+
+def _images_form() -> None:
+    """Images of the requests, for a model that sees; how to leave them out, for one that does not."""
+    from twinfer.core.catalog import resolve_spec
+
+    current = session.scenario()
+    try:
+        sees = resolve_spec(current.model).vision is not None
+    except TwinferError:  # the model's own error is shown with the results
+        return
+    if sees:
+        left, right = st.columns(2)
+        for index, name in enumerate(IMAGES if current.images_per_request else IMAGES[:1]):
+            with (left, right)[index % 2]:
+                setting(name)
+    elif current.images_per_request:
+        st.warning(f"{plain(current.model)} takes no images, or its encoder is not known.")
+        st.button("Leave images out", key="no-images", on_click=session.edit, kwargs={"images_per_request": 0.0})
 
 
 def device_names(resources: Resources) -> list[str]:

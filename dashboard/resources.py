@@ -160,6 +160,8 @@ class Resources:
             reasons = cls.why_not(Needs(world="engine"))
             if reasons:
                 return "; ".join(reasons)
+        if scenario.images_per_request:
+            return "the engine serves the text of every model, and no images"
         if scenario.device != "auto":
             return f"the device is {scenario.device}; choose this machine to measure"
         return ""

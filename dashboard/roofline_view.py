@@ -16,9 +16,13 @@ from math import fsum
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.images import cut_of
 from twinfer.core.provision import place
 from twinfer.core.registry import Registry
 from twinfer.core.setup import adapt_model
+from twinfer.core.spec import ModelSpec
+from twinfer.core.vision import Image
+from twinfer.core.vision_ops import vision_ops
 from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.dashboard.scenario import Scenario
 from twinfer.plugins.op_time.roofline import peak_flops
@@ -52,7 +56,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineView:
-    """batch: rows of the decode step, each `context` tokens long; prompt: tokens of the prefill.
+    """batch: rows of the decode step, each `context` tokens long; prompt: tokens of the prefill, in which the images
+    of a request are encoded, too.
 
     trail: (batch, FLOP per byte, FLOP/s) of all linears of a decode step as the batch doubles.
     crossover: rows from which those linears are bound by compute; None when they are not up to `LARGEST_BATCH`.
@@ -90,12 +95,15 @@ def roofline_view(scenario: Scenario, registry: Registry, batch: int) -> Rooflin
         return ops
 
     chain = build_chain(config.op_time, device, registry)
-    context = max(1, scenario.input_len + scenario.output_len // 2)
-    prompt = min(scenario.input_len, scenario.max_num_batched_tokens)
+    images = images_of(scenario, spec)
+    length = scenario.input_len + sum(image.tokens for image in images)
+    context = max(1, length + scenario.output_len // 2)
+    prompt = min(length, scenario.max_num_batched_tokens)
     points: list[Point] = []
     for phase, shape in (("prefill", StepShape.prefill(prompt)), ("decode", StepShape.decode(*[context] * batch))):
         found = []
-        for op in (*ops_of(shape), host_op(shape)):
+        seen = vision_ops(model, images, layout.tp) if phase == "prefill" else []
+        for op in (*ops_of(shape), *seen, host_op(shape)):
             answer = chain.time(op)
             found.append((op, answer.seconds * op.count, answer.source))
         whole = fsum(seconds for _, seconds, _ in found)
@@ -111,6 +119,15 @@ def roofline_view(scenario: Scenario, registry: Registry, batch: int) -> Rooflin
         device=device, dtypes=dtypes, batch=batch, context=context, prompt=prompt, points=points, trail=trail,
         crossover=crossover_batch(ops_of, device),
     )  # fmt: skip
+
+
+def images_of(scenario: Scenario, spec: ModelSpec) -> list[Image]:
+    """Images of a request, as many as there are in the mean. Raises ConfigError where the model takes none."""
+    scenario.refuse_unseen(spec)
+    if not scenario.images_per_request or spec.vision is None:
+        return []
+    cut = cut_of(scenario.workload(), spec.vision)
+    return [Image(0, cut.tokens, cut.tiles, cut.patches)] * max(1, round(scenario.images_per_request))
 
 
 def crossover_batch(ops_of: Ops, device: DeviceSpec) -> int | None:

@@ -19,17 +19,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError, TwinferError, short
+from twinfer.core.images import MOST_IMAGES, size_of
 from twinfer.core.layout import SIZES
 from twinfer.core.mistakes import first_mistake
+from twinfer.core.spec import ModelSpec
 from twinfer.core.workload import Workload, make_workload
 
 VERSION = "1"
 KINDS = ("scheduler", "kv_cache", "attention", "quantizer", "speculator")  # technique kinds a scenario chooses from
+IMAGES = (  # what a request shows a model that sees
+    "images_per_request", "image_counts", "image_size", "image_tokens", "image_compression",
+)  # fmt: skip
 PLACEMENT = (*SIZES, "dtype", "kv_dtype", "memory_fraction")  # devices of one replica and formats
 
 
+def _setting(default: Any, label: str, description: str, unit: str = "", **bounds: Any) -> Any:
+    """A field with a control of its own. bounds: pydantic's ge, gt, le, max_length."""
+    hints: dict[str, Any] = {"label": label, "unit": unit} if unit else {"label": label}
+    return Field(default, description=description, json_schema_extra=hints, **bounds)
+
+
 def _group(label: str, unit: str, description: str) -> Any:
-    return Field(1, ge=1, le=1024, description=description, json_schema_extra={"label": label, "unit": unit})
+    return _setting(1, label, description, unit, ge=1, le=1024)
 
 
 class Scenario(BaseModel):
@@ -59,143 +70,102 @@ class Scenario(BaseModel):
     ep: int = _group(
         "Expert parallel", "ranks", "Ranks that whole experts are spread over; divides tensor x data parallel."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Of weights and activations; auto is that of the checkpoint, float32 on a CPU.",
-        json_schema_extra={"label": "Data type"},
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "auto", "Data type", "Of weights and activations; auto is that of the checkpoint, float32 on a CPU."
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"] = Field(
-        "auto",
-        description="Of the KV cache; auto is that of the activations.",
-        json_schema_extra={"label": "KV data type"},
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"] = _setting(
+        "auto", "KV data type", "Of the KV cache; auto is that of the activations."
     )
-    memory_fraction: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="Share of device memory that weights, activations and KV may use.",
-        json_schema_extra={"label": "Memory fraction"},
+    memory_fraction: float = _setting(
+        0.9, "Memory fraction", "Share of device memory that weights, activations and KV may use.", gt=0, le=1
     )
-    max_num_seqs: int = Field(
-        8,
-        ge=1,
-        le=4096,
-        description="Most sequences that run in one step.",
-        json_schema_extra={"label": "Rows in a batch"},
+    max_num_seqs: int = _setting(8, "Rows in a batch", "Most sequences that run in one step.", ge=1, le=4096)
+    max_num_batched_tokens: int = _setting(
+        512, "Tokens per step", "Most tokens fed in one step, prompts and answers together.", ge=1, le=1_000_000
     )
-    max_num_batched_tokens: int = Field(
-        512,
-        ge=1,
-        le=1_000_000,
-        description="Most tokens fed in one step, prompts and answers together.",
-        json_schema_extra={"label": "Tokens per step"},
-    )
-    num_kv_blocks: int = Field(
+    num_kv_blocks: int = _setting(
         0,
+        "KV pool",
+        "Size of the KV pool; 0 derives it from the memory of the device.",
+        unit="blocks",
         ge=0,
         le=100_000_000,
-        description="Size of the KV pool; 0 derives it from the memory of the device.",
-        json_schema_extra={"label": "KV pool", "unit": "blocks"},
     )
-    max_model_len: int = Field(
+    max_model_len: int = _setting(
         1024,
+        "Context",
+        "Longest prompt plus answer; contiguous caches reserve all of it. 0 takes the longest request of the workload.",
+        unit="tokens",
         ge=0,
         le=10_000_000,
-        description="Longest prompt plus answer; contiguous caches reserve all of it. 0 takes the longest request of the workload.",
-        json_schema_extra={"label": "Context", "unit": "tokens"},
     )
-    num_requests: int = Field(
-        16, ge=1, le=100_000, description="How many requests are sent.", json_schema_extra={"label": "Requests"}
+    num_requests: int = _setting(16, "Requests", "How many requests are sent.", ge=1, le=100_000)
+    rate: float = _setting(0.0, "Arrival rate", "Poisson arrivals; 0 sends all at once.", unit="req/s", ge=0, le=1e6)
+    input_len: int = _setting(96, "Prompt length", "Mean length of a prompt.", unit="tokens", ge=1, le=1_000_000)
+    output_len: int = _setting(32, "Answer length", "Mean length of an answer.", unit="tokens", ge=1, le=1_000_000)
+    spread: float = _setting(
+        0.5, "Length spread", "Lengths are uniform on mean times 1 - spread to 1 + spread.", ge=0, le=1
     )
-    rate: float = Field(
-        0.0,
-        ge=0,
-        le=1e6,
-        description="Poisson arrivals; 0 sends all at once.",
-        json_schema_extra={"label": "Arrival rate", "unit": "req/s"},
-    )
-    input_len: int = Field(
-        96,
-        ge=1,
-        le=1_000_000,
-        description="Mean length of a prompt.",
-        json_schema_extra={"label": "Prompt length", "unit": "tokens"},
-    )
-    output_len: int = Field(
-        32,
-        ge=1,
-        le=1_000_000,
-        description="Mean length of an answer.",
-        json_schema_extra={"label": "Answer length", "unit": "tokens"},
-    )
-    spread: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Lengths are uniform on mean times 1 - spread to 1 + spread.",
-        json_schema_extra={"label": "Length spread"},
-    )
-    shared_prefix: int = Field(
+    shared_prefix: int = _setting(
         0,
+        "Shared prefix",
+        "First tokens that all prompts have in common, such as a system prompt.",
+        unit="tokens",
         ge=0,
         le=1_000_000,
-        description="First tokens that all prompts have in common, such as a system prompt.",
-        json_schema_extra={"label": "Shared prefix", "unit": "tokens"},
     )
-    seed: int = Field(
-        0, ge=0, le=2**31 - 1, description="Same seed, same requests, same tokens.", json_schema_extra={"label": "Seed"}
+    images_per_request: float = _setting(
+        0.0, "Images per request", "Images in each prompt, besides its text; 0 is none.", ge=0, le=MOST_IMAGES
     )
+    image_counts: Literal["fixed", "poisson"] = _setting(
+        "fixed", "Their number", "Equally many in each request, or a Poisson distribution with that mean."
+    )
+    image_size: str = _setting(
+        "",
+        "Image size",
+        "Width x height of each, such as 1024x768; empty is what the model takes.",
+        unit="pixels",
+        max_length=20,
+    )
+    image_tokens: int = _setting(
+        0,
+        "Image tokens",
+        "Tokens of each in the prompt, instead of a size; 0 follows from the size.",
+        unit="tokens",
+        ge=0,
+        le=2**20,
+    )
+    image_compression: float = _setting(
+        1.0, "Image compression", "How many times fewer tokens than the model makes of an image.", ge=1, le=1e4
+    )
+    seed: int = _setting(0, "Seed", "Same seed, same requests, same tokens.", ge=0, le=2**31 - 1)
     base_scheduler: Choice = Choice(name="static")
     base_kv_cache: Choice = Choice(name="contiguous")
     base_max_num_seqs: int = Field(0, ge=0, le=4096)
     base_max_num_batched_tokens: int = Field(0, ge=0, le=1_000_000)
-    plan_ttft: float = Field(
-        1.0,
-        ge=0,
-        le=3600,
-        description="Promised time to the first token; 0 promises nothing.",
-        json_schema_extra={"label": "TTFT", "unit": "s"},
+    plan_ttft: float = _setting(
+        1.0, "TTFT", "Promised time to the first token; 0 promises nothing.", unit="s", ge=0, le=3600
     )
-    plan_tpot: float = Field(
-        50.0,
-        ge=0,
-        le=3_600_000,
-        description="Promised time per further token; 0 promises nothing.",
-        json_schema_extra={"label": "TPOT", "unit": "ms"},
+    plan_tpot: float = _setting(
+        50.0, "TPOT", "Promised time per further token; 0 promises nothing.", unit="ms", ge=0, le=3_600_000
     )
-    plan_percentile: int = Field(
-        95,
-        ge=1,
-        le=100,
-        description="Share of requests that keep the promise.",
-        json_schema_extra={"label": "Percentile"},
-    )
-    plan_rate: float = Field(
-        4.0,
-        ge=0.001,
-        le=1e6,
-        description="Poisson arrivals at the whole fleet.",
-        json_schema_extra={"label": "Traffic", "unit": "req/s"},
-    )
-    plan_requests: int = Field(
+    plan_percentile: int = _setting(95, "Percentile", "Share of requests that keep the promise.", ge=1, le=100)
+    plan_rate: float = _setting(4.0, "Traffic", "Poisson arrivals at the whole fleet.", unit="req/s", ge=0.001, le=1e6)
+    plan_requests: int = _setting(
         1000,
+        "Requests tried",
+        "Requests that a fleet is tried with; one in twenty decides a 95th percentile.",
         ge=20,
         le=100_000,
-        description="Requests that a fleet is tried with; one in twenty decides a 95th percentile.",
-        json_schema_extra={"label": "Requests tried"},
     )
-    plan_trace: str = Field(
+    plan_trace: str = _setting(
         "",
+        "Trace file",
+        "A trace file on this machine instead of Poisson arrivals; its lengths are used too.",
         max_length=300,
-        description="A trace file on this machine instead of Poisson arrivals; its lengths are used too.",
-        json_schema_extra={"label": "Trace file"},
     )
-    plan_scale: float = Field(
-        1.0,
-        ge=0.001,
-        le=1000,
-        description="How many times as fast the requests of the trace arrive.",
-        json_schema_extra={"label": "Trace, times its rate"},
+    plan_scale: float = _setting(
+        1.0, "Trace, times its rate", "How many times as fast the requests of the trace arrive.", ge=0.001, le=1000
     )
     plan_devices: str = Field("", max_length=2000)
 
@@ -205,6 +175,13 @@ class Scenario(BaseModel):
         if not math.isfinite(value):
             raise ValueError("must be finite; 0 means all at once")
         return value
+
+    @field_validator("image_size")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        if value.strip():
+            size_of(value)
+        return value.strip()
 
     # --- what the engine and the simulator are given ------------------------------------------------
 
@@ -237,20 +214,47 @@ class Scenario(BaseModel):
             spread=self.spread,
             shared_prefix=self.shared_prefix,
             seed=self.seed,
+            **self.images(),
         )
+
+    def images(self) -> dict[str, Any]:
+        """The fields of a workload that say what images its requests have; none where they have none."""
+        if not self.images_per_request:
+            return {}
+        found = {name: getattr(self, name) for name in IMAGES}
+        return found | {"image_size": self.image_size or None, "image_tokens": self.image_tokens or None}
+
+    def refuse_unseen(self, spec: ModelSpec) -> None:
+        """ConfigError for images of a model that takes none."""
+        if self.images_per_request and spec.vision is None:
+            raise ConfigError(
+                "--images-per-request", self.images_per_request, f"{spec.name} takes no images",
+                "leave them out, or choose a model with an image encoder",
+            )  # fmt: skip
+
+    def images_line(self) -> str:
+        """+ 2 images 1024x768", "" where there are none."""
+        if not self.images_per_request:
+            return ""
+        each = (
+            f" {self.image_size}" if self.image_size else f" of {self.image_tokens} tokens" if self.image_tokens else ""
+        )
+        return f" + {self.images_per_request:g} image{'' if self.images_per_request == 1 else 's'}{each}"
 
     def key(self) -> str:
         """A short name of everything that decides a run's result (the baseline does not)."""
         asked = {k: v for k, v in self.model_dump(mode="json").items() if not k.startswith(("base_", "plan_"))}
         # What came later is left out at its default, so that results stored before are found.
-        for name in (*PLACEMENT, "speculator"):
-            if asked[name] == type(self).model_fields[name].default:
+        for name in (*PLACEMENT, "speculator", *IMAGES):
+            unseen = name in IMAGES and not self.images_per_request
+            if unseen or asked[name] == type(self).model_fields[name].default:
                 del asked[name]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def line(self) -> str:
         """The scenario in one line."""
         lengths = f"{self.input_len}/{self.output_len} tokens" + (f" ±{self.spread:.0%}" if self.spread else "")
+        lengths += self.images_line()
         rate = f"{self.rate:g} req/s" if self.rate else "all at once"
         device = "this machine" if self.device == "auto" else self.device
         if self.num_devices > 1:
@@ -340,10 +344,10 @@ def _parses(cls: type[Scenario], name: str, value: str) -> bool:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "Chat": {"num_requests": 16, "input_len": 96, "output_len": 32, "spread": 0.5, "rate": 0.0, "shared_prefix": 0},
-    "Long prompts": {"num_requests": 8, "input_len": 384, "output_len": 16, "spread": 0.3, "rate": 0.0, "shared_prefix": 256},
-    "Batch": {"num_requests": 32, "input_len": 64, "output_len": 64, "spread": 0.0, "rate": 0.0, "shared_prefix": 0},
+    "Chat": {"num_requests": 16, "input_len": 96, "output_len": 32, "spread": 0.5, "rate": 0.0, "shared_prefix": 0, "images_per_request": 0.0},
+    "Long prompts": {"num_requests": 8, "input_len": 384, "output_len": 16, "spread": 0.3, "rate": 0.0, "shared_prefix": 256, "images_per_request": 0.0},
+    "Batch": {"num_requests": 32, "input_len": 64, "output_len": 64, "spread": 0.0, "rate": 0.0, "shared_prefix": 0, "images_per_request": 0.0},
 }  # fmt: skip
 
 
-__all__ = ["KINDS", "PLACEMENT", "PRESETS", "VERSION", "Scenario"]
+__all__ = ["IMAGES", "KINDS", "PLACEMENT", "PRESETS", "VERSION", "Scenario"]

@@ -94,8 +94,9 @@ def _show(view: RooflineView) -> None:
                     source="**analytic**, by peaks" if quantity.key == "crossover" else f"**{', '.join(sources)}**",
                 )  # fmt: skip
     parts.show(roofline_charts.roofline(view), "roofline")
+    images = ", images and their encoder included" if session.scenario().images_per_request else ""
     st.caption(
-        f"Decode: {view.batch:,} rows with {view.context:,} tokens of context; prefill: {view.prompt:,} tokens. The area of a "
+        f"Decode: {view.batch:,} rows with {view.context:,} tokens of context; prefill: {view.prompt:,} tokens{images}. The area of a "
         "point is its share of the step; what computes nothing, such as copies and collectives, is in the table alone."
     )
 

@@ -343,6 +343,53 @@ def test_starting_a_run_shows_its_progress_and_outcome(page, tmp_path):
     assert "job" not in shown_url(at)
 
 
+# --- images ---------------------------------------------------------------------------------------
+
+CONTROLS = ("images_per_request", "image_counts", "image_size", "image_tokens", "image_compression")
+SEES = {"model": "qwen2.5-vl-7b", "device": "h100-sxm", "max_model_len": "8192", **SMALL}
+
+
+def keys(at: AppTest) -> set[str]:
+    return {w.key for kind in ("number_input", "selectbox", "text_input") for w in at.get(kind)}
+
+
+def test_images_have_controls_where_the_model_sees(page):
+    assert not keys(page(**SMALL)) & {f"w_{name}" for name in CONTROLS}
+    at = page(**SEES)
+    assert keys(at) & {f"w_{name}" for name in CONTROLS} == {"w_images_per_request"}
+    before = values(at)["TTFT p50"]
+    at.number_input(key="w_images_per_request").set_value(2.0).run()
+    assert not at.exception and {f"w_{name}" for name in CONTROLS} <= keys(at)
+    assert shown_url(at)["images_per_request"] == "2" and values(at)["TTFT p50"] != before
+    assert at.button(key="run").disabled and not at.button(key="run-predicted").disabled
+    at.text_input(key="w_image_size").set_value("1280x720").run()
+    assert shown_url(at)["image_size"] == "1280x720" and "+ 2 images 1280x720" in texts(at).replace("\\", "")
+    at.text_input(key="w_image_size").set_value("wide").run()
+    assert any("write 1024 or 1024x768" in text for text in warned(at)) and shown_url(at)["image_size"] == "1280x720"
+    at.number_input(key="w_image_tokens").set_value(64).run()
+    assert not at.exception and any("--image-tokens=64" in e.value for e in at.error)  # a size says how many there are
+
+
+def test_images_of_a_model_that_sees_none_can_be_left_out(page):
+    at = page(images_per_request="1", **SMALL)
+    assert any("smollm2-135m takes no images" in text for text in warned(at))
+    assert any("--images-per-request" in e.value for e in at.error)
+    at.button(key="no-images").click().run()
+    assert not at.exception and not at.error and "images_per_request" not in shown_url(at)
+
+
+@pytest.mark.parametrize("name", ["memory", "roofline", "capacity"])
+def test_other_pages_count_images(page, name):
+    params = {**SEES, "images_per_request": "1.5", "image_counts": "poisson"}
+    at = page(name, **params)
+    assert not at.error and "+ 1.5 images" in texts(at)
+    if name == "roofline":
+        assert "vision_qkv_proj" in "\n".join(t.value.to_string() for t in at.table).replace("\\", "")
+    wrong = page(name, **{**params, "model": "llama-3.1-8b"})
+    assert any("--images-per-request" in e.value for e in wrong.error)
+    assert wrong.button(key="no-images")
+
+
 # --- Real vs predicted --------------------------------------------------------------------------
 
 

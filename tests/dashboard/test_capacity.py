@@ -51,6 +51,9 @@ def test_the_question_is_the_scenarios(scenario: Scenario) -> None:
     assert capacity.key_of(question) != capacity.key_of(other)
     every = capacity.question_of(scenario.edited(plan_devices=""), REGISTRY)
     assert len(every.axes["device"]) >= 6 and "cpu" not in every.axes["device"]
+    sees = scenario.edited(model="qwen2.5-vl-7b", images_per_request=1.0, image_tokens=500)
+    assert capacity.question_of(sees, REGISTRY).workload.image_tokens == 500
+    assert "+ 1 image of 500 tokens" in capacity.line_of(sees)
     assert scenario.key() == scenario.edited(plan_rate=21.0).key()  # runs do not depend on what is planned
 
 
@@ -62,6 +65,7 @@ def test_the_question_is_the_scenarios(scenario: Scenario) -> None:
         ({"plan_trace": "missing.csv"}, "--trace"),
         ({"plan_trace": "\0"}, "--trace"),
         ({"scheduler": "nope"}, "--scheduler"),
+        ({"images_per_request": 1.0}, "--images-per-request"),
         ({"kv_cache": "paged:block_size=word"}, "--kv-cache"),
     ],
 )

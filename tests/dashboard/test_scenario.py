@@ -151,6 +151,39 @@ def test_presets_are_valid():
         Scenario().edited(**values).workload()
 
 
+SEES = {"model": "qwen2.5-vl-7b", "images_per_request": 2.0, "image_size": "640x480"}
+
+
+def test_images_are_part_of_the_workload_and_of_the_key_only_where_there_are_some():
+    seen = Scenario(**SEES)
+    assert seen.workload().images_per_request == 2 and seen.workload().image_size == "640x480"
+    assert "+ 2 images 640x480" in seen.line()
+    assert Scenario(image_size="640x480").workload() == Scenario().workload()
+    assert Scenario(image_size="640x480", image_compression=2).key() == Scenario().key()
+    assert seen.key() != Scenario(model=SEES["model"]).key() != seen.edited(image_size="").key()
+    assert seen.edited(image_size="", image_tokens=99).workload().image_tokens == 99
+    back, problems = Scenario.from_params(seen.to_params())
+    assert back == seen and not problems
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"image_size": "wide"}, "write 1024 or 1024x768"),
+        ({"image_size": "0x9"}, "pixels a side"),
+        ({"image_size": "1" * 30}, "give at most 20"),
+        ({"images_per_request": "-1"}, "give at least 0"),
+        ({"images_per_request": "nan"}, "give a number"),
+        ({"image_counts": "many"}, "'fixed' or 'poisson'"),
+        ({"image_compression": "0"}, "give at least 1"),
+    ],
+)
+def test_images_of_a_link_that_cannot_be(params, words):
+    found, problems = Scenario.from_params(params)
+    assert found == Scenario() and len(problems) == 1
+    assert problems[0].startswith(next(iter(params))) and words in problems[0]
+
+
 # --- combinations -------------------------------------------------------------------------------
 
 
