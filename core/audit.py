@@ -5,14 +5,16 @@ Tests call it after every event; it reads all state and changes none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from twinfer.core.beam import audit_beams
-from twinfer.core.plan import FromStep
+from twinfer.core.plan import HOLE, FromStep
 from twinfer.core.request import Sequence, Status
 
 if TYPE_CHECKING:
     from twinfer.core.core import Core
+    from twinfer.core.ledger import Ledger, Table
 
 
 def _parked_with_table(core: Core, seq: Sequence) -> bool:
@@ -20,7 +22,7 @@ def _parked_with_table(core: Core, seq: Sequence) -> bool:
 
 
 def audit_core(core: Core) -> list[str]:
-    wrong = list(core.ledger.audit(core.sequences.values()))
+    wrong = list(audit_ledger(core.ledger, core.sequences.values()))
     wrong += core.host.audit(core.sequences.values())
     running = [s for s in core.running if s.status is Status.RUNNING]
     queued = [entry[2] for entry in core.waiting]
@@ -94,3 +96,48 @@ def audit_core(core: Core) -> list[str]:
         if len(core.host.free) != core.host.num_blocks:
             wrong.append("idle, but host blocks are held")
     return wrong
+
+
+def audit_ledger(ledger: Ledger, sequences: Iterable[Sequence]) -> list[str]:
+    """Violated invariants of block tables and of the pool behind them."""
+    for chain in list(ledger.pool.chains.values()):
+        ledger.pool.unfold(chain)
+    tables = ledger.tables.values()
+    wrong = ledger.pool.audit(
+        [[block for block in blocks if block != HOLE] for table in tables for blocks in table.groups],
+        [table.node for table in tables],
+    )
+    by_id = {seq.id: seq for seq in sequences}
+    for seq_id, table in ledger.tables.items():
+        seq = by_id.get(seq_id)
+        if seq is None:
+            wrong.append(f"{seq_id}: holds blocks but does not live")
+            continue
+        granted = len(table.blocks) * ledger.block_size
+        if seq.computed + seq.inflight > granted:
+            wrong.append(f"{seq_id}: computed {seq.computed} + inflight {seq.inflight} > granted {granted}")
+        if table.open > granted:
+            wrong.append(f"{seq_id}: open to {table.open}, granted {granted}")
+        for group, blocks in enumerate(table.groups):
+            wrong += [f"{seq_id}: {problem}" for problem in _audit_group(ledger, seq, table, group, blocks)]
+    return wrong
+
+
+def _audit_group(ledger: Ledger, seq: Sequence, table: Table, group: int, blocks: list[int]) -> Iterable[str]:
+    size, first = ledger.block_size, table.first[group]
+    if len(blocks) != len(table.blocks):
+        yield f"group {group} has {len(blocks)} entries, group 0 has {len(table.blocks)}"
+    holes = [index for index, block in enumerate(blocks) if block == HOLE]
+    if holes != list(range(first)):
+        yield f"group {group} has holes at {holes}, should have {first} at the front"
+    low = ledger.low(ledger.windows[group], seq.computed)
+    if seq.computed and first != min(low, len(blocks)):
+        yield f"group {group} begins at entry {first}, reads from {low} on"
+    for index in range(first, len(blocks)):
+        block = blocks[index]
+        expected = min(size, max(0, seq.computed - index * size))
+        if ledger.pool.refs[block] == 1 and ledger.pool.fill[block] < expected:
+            yield f"block {index} of group {group} has {ledger.pool.fill[block]} slots, needs {expected}"
+        is_open = seq.computed < (index + 1) * size and index * size < table.open
+        if is_open and (ledger.pool.refs[block] > 1 or ledger.pool.node[block] is not None):
+            yield f"block {index} of group {group} counts as open to writing, but others may read it"

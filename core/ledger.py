@@ -23,7 +23,6 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -422,47 +421,3 @@ class Ledger:
             if chain is not None:
                 self.pool.let_go(chain)
             self.pool.tree.leave(table.node)
-
-    # --- audit ----------------------------------------------------------------------------------
-
-    def audit(self, sequences: Iterable[Sequence]) -> list[str]:
-        for chain in list(self.pool.chains.values()):
-            self.pool.unfold(chain)
-        tables = self.tables.values()
-        wrong = self.pool.audit(
-            [[block for block in blocks if block != HOLE] for table in tables for blocks in table.groups],
-            [table.node for table in tables],
-        )
-        by_id = {seq.id: seq for seq in sequences}
-        for seq_id, table in self.tables.items():
-            seq = by_id.get(seq_id)
-            if seq is None:
-                wrong.append(f"{seq_id}: holds blocks but does not live")
-                continue
-            granted = len(table.blocks) * self.block_size
-            if seq.computed + seq.inflight > granted:
-                wrong.append(f"{seq_id}: computed {seq.computed} + inflight {seq.inflight} > granted {granted}")
-            if table.open > granted:
-                wrong.append(f"{seq_id}: open to {table.open}, granted {granted}")
-            for group, blocks in enumerate(table.groups):
-                wrong += [f"{seq_id}: {problem}" for problem in self._audit_group(seq, table, group, blocks)]
-        return wrong
-
-    def _audit_group(self, seq: Sequence, table: Table, group: int, blocks: list[int]) -> Iterable[str]:
-        size, first = self.block_size, table.first[group]
-        if len(blocks) != len(table.blocks):
-            yield f"group {group} has {len(blocks)} entries, group 0 has {len(table.blocks)}"
-        holes = [index for index, block in enumerate(blocks) if block == HOLE]
-        if holes != list(range(first)):
-            yield f"group {group} has holes at {holes}, should have {first} at the front"
-        low = self.low(self.windows[group], seq.computed)
-        if seq.computed and first != min(low, len(blocks)):
-            yield f"group {group} begins at entry {first}, reads from {low} on"
-        for index in range(first, len(blocks)):
-            block = blocks[index]
-            expected = min(size, max(0, seq.computed - index * size))
-            if self.pool.refs[block] == 1 and self.pool.fill[block] < expected:
-                yield f"block {index} of group {group} has {self.pool.fill[block]} slots, needs {expected}"
-            is_open = seq.computed < (index + 1) * size and index * size < table.open
-            if is_open and (self.pool.refs[block] > 1 or self.pool.node[block] is not None):
-                yield f"block {index} of group {group} counts as open to writing, but others may read it"

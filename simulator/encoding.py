@@ -20,7 +20,7 @@ from twinfer.core.plan import StepPlan
 from twinfer.core.request import Request
 from twinfer.core.vision import Image
 from twinfer.core.vision_ops import vision_ops
-from twinfer.simulator.step_time import StepCost
+from twinfer.simulator.step_parts import StepCost
 
 if TYPE_CHECKING:
     from twinfer.core.spec import ModelSpec

@@ -18,7 +18,8 @@ from twinfer.core.flock import Run, Stretch
 from twinfer.core.plan import Need, Row, RowResult, StepPlan, StepResult
 from twinfer.core.request import Request
 from twinfer.simulator.recorded_passes import RecordedPasses
-from twinfer.simulator.step_time import DecodeCost, StepCost, StepTimer
+from twinfer.simulator.step_parts import DecodeCost, StepCost
+from twinfer.simulator.step_time import StepTimer
 
 _SAMPLED = RowResult(tokens=(0,))
 _FED = RowResult()

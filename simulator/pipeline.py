@@ -35,7 +35,8 @@ from twinfer.core.layer_ops import Stage
 from twinfer.core.parallel_ops import experts_of, own_ops, sent_ahead, stages_of
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.work import Op, StepShape, num_logits
-from twinfer.simulator.step_time import OpsOf, Part, StepCost, StepTimer
+from twinfer.simulator.step_parts import Part, StepCost
+from twinfer.simulator.step_time import OpsOf, StepTimer
 
 if TYPE_CHECKING:
     from twinfer.core.layout import Layout

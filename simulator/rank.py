@@ -18,7 +18,7 @@ from twinfer.core.recorder import Recorder
 from twinfer.simulator.driver import SimInbox, engine
 from twinfer.simulator.pipeline import Line
 from twinfer.simulator.run import StoppableExecutor, World, passes_of
-from twinfer.simulator.step_time import StepCost
+from twinfer.simulator.step_parts import StepCost
 
 
 class RankExecutor(StoppableExecutor):

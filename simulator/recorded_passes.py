@@ -18,7 +18,7 @@ from twinfer.core.plan import StepPlan
 from twinfer.core.request import Request
 from twinfer.core.work import StepShape
 from twinfer.plugins.op_time.calibrated import RECORDED
-from twinfer.simulator.step_time import StepCost
+from twinfer.simulator.step_parts import StepCost
 
 MOST_SHAPES = 16
 Shape = tuple[int, int, int]

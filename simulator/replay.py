@@ -36,7 +36,8 @@ from twinfer.core.workload import Encode, Workload, generate
 from twinfer.plugins.workload.synthetic import _tokens
 from twinfer.simulator.recorded_passes import RecordedPasses
 from twinfer.simulator.run import OnProgress, ShouldStop, passes_of, prepare, run_world
-from twinfer.simulator.step_time import StepCost, StepTimer
+from twinfer.simulator.step_parts import StepCost
+from twinfer.simulator.step_time import StepTimer
 
 _FED, _SAMPLED = RowResult(), RowResult(tokens=(0,))
 

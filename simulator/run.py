@@ -47,7 +47,8 @@ from twinfer.simulator.op_time import OpTimeChain, build_chain
 from twinfer.simulator.pipeline import timer_of
 from twinfer.simulator.recorded_passes import RecordedPasses, warm_shape
 from twinfer.simulator.speculate import Speculation, break_even_batch
-from twinfer.simulator.step_time import StepCost, StepTimer
+from twinfer.simulator.step_parts import StepCost
+from twinfer.simulator.step_time import StepTimer
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 ShouldStop = Callable[[], bool]

@@ -24,7 +24,8 @@ from twinfer.core.plan import Need, Row, RowResult, StepPlan
 from twinfer.core.seeds import draw, mix
 from twinfer.core.speculation import Speculator
 from twinfer.simulator.op_time import OpTimeChain
-from twinfer.simulator.step_time import StepCost, StepTimer
+from twinfer.simulator.step_parts import StepCost
+from twinfer.simulator.step_time import StepTimer
 
 
 @dataclass(frozen=True, slots=True)

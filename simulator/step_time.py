@@ -26,99 +26,41 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from twinfer.core.op_time import host_op_of
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.work import Op, RowShape, StepShape, copied_slots, swapped_slots
 from twinfer.simulator.op_time import OpTimeChain, host_op
+from twinfer.simulator.step_parts import (
+    NO_ROWS,
+    NOTHING,
+    ByRows,
+    DecodeCost,
+    Group,
+    Line,
+    Part,
+    StepCost,
+    changed,
+    grid_above,
+    grid_below,
+    place,
+    rows_of,
+    seconds_by_op,
+    shape_of,
+    spread,
+    sum_of,
+)
 
 if TYPE_CHECKING:
     from twinfer.simulator.encoding import Encoding
     from twinfer.simulator.speculate import Speculation
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
-Group = tuple[int, int, int]
-"""Rows that feed equally many tokens: (tokens of each, rows, keys of all together)."""
-
-_EXACT = 64  # mean contexts below this are all grid points
-_PER_OCTAVE = 32  # grid points per doubling above it
 _KEPT = 1 << 17  # parts
 _FAR = 1 << 20  # more tokens than a step has
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds of one step with their standard deviation; `ops`: seconds by op name.
-
-    stages: seconds in each part of a pipeline, in their order; empty where steps do not overlap (`pipeline.py`).
-    """
-
-    seconds: float
-    sigma: float
-    ops: Mapping[str, float]
-    stages: tuple[float, ...] = ()
-
-
-class Part(NamedTuple):
-    """Some ops of a step: seconds and sigma of all launches, and seconds by name."""
-
-    seconds: float
-    sigma: float
-    ops: Mapping[str, float]
-
-
-_NOTHING = Part(0.0, 0.0, {})
-
-
-class ByRows(NamedTuple):
-    """The part by rows of a step: `x` of the way from one grid point to the next."""
-
-    seconds: float
-    sigma: float
-    below: Part
-    above: Part
-    x: float
-
-
-_NO_ROWS = ByRows(0.0, 0.0, _NOTHING, _NOTHING, 0.0)
-
-
-class Line(NamedTuple):
-    """The part by rows of `count` rows of one token, while their mean context lies between two grid points: seconds are
-    `base + slope * keys` of all rows' KV tokens, sigma likewise.
-    """
-
-    base: float
-    slope: float
-    sigma_base: float
-    sigma_slope: float
-    below: Part
-    above: Part
-    high: int  # the upper grid point
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCost:
-    """Steps in which the same sequences feed one token each. seconds: of each.  sigmas: their sums, as pieces
-    (steps, sigma of the first, growth from step to step).
-    """
-
-    seconds: list[float]
-    sigmas: list[tuple[int, float, float]]
-
-    def sigma(self, steps: int) -> float:
-        """Sum over the first `steps` steps."""
-        total = 0.0
-        for count, first, growth in self.sigmas:
-            if steps <= 0:
-                break
-            count = min(count, steps)
-            total += count * first + growth * (count * (count - 1) / 2)
-            steps -= count
-        return total
 
 
 class StepTimer:
@@ -203,10 +145,10 @@ class StepTimer:
             by_rows = self._by_rows(queries, count, sum(totals.values()))
         elif counts:
             groups = sorted((queries, counts[queries, side], totals[queries, side]) for queries, side in counts)
-            part = self._timed("rows", StepShape(_rows(groups), 1, rows_only=self._spares))
+            part = self._timed("rows", StepShape(rows_of(groups), 1, rows_only=self._spares))
             by_rows = ByRows(part.seconds, part.sigma, part, part, 0.0)
         else:
-            by_rows = _NO_ROWS
+            by_rows = NO_ROWS
         return self._whole(parts, host, by_rows, with_ops)
 
     def decode(self, count: int, keys: int, steps: int) -> DecodeCost:
@@ -215,12 +157,12 @@ class StepTimer:
         host = self._host(count, count, count)
         if count not in self._fixed:
             parts = self._by_counts(count, count, count, (0, 0))
-            self._fixed[count] = _sum(parts if self._overlap else (*parts, host))
+            self._fixed[count] = sum_of(parts if self._overlap else (*parts, host))
         fixed, sigma = self._fixed[count]
         seconds: list[float] = []
         sigmas: list[tuple[int, float, float]] = []
         stop = keys + steps * count
-        lines, low = self._lines, _grid_below(keys / count)
+        lines, low = self._lines, grid_below(keys / count)
         while keys < stop:
             line = lines.get((count, low)) or self._line(count, low)
             base, slope, first, growth, _, _, low = line
@@ -250,16 +192,16 @@ class StepTimer:
     def _whole(self, parts: tuple[Part, ...], host: Part, by_rows: ByRows, with_ops: bool) -> StepCost:
         """A step of `parts`, of the CPU's part and of that by rows."""
         if not self._overlap:
-            seconds, sigma = _sum((*parts, host))
+            seconds, sigma = sum_of((*parts, host))
             seconds += by_rows.seconds
         else:
-            fixed, sigma = _sum(parts)
+            fixed, sigma = sum_of(parts)
             device = fixed + by_rows.seconds
             seconds = max(device, host.seconds)
             waited = max(0.0, host.seconds - device)
             host = Part(waited, host.sigma if waited else 0.0, {"host": waited})
             sigma += host.sigma
-        return StepCost(seconds, sigma + by_rows.sigma, _ops((*parts, host), by_rows) if with_ops else {})
+        return StepCost(seconds, sigma + by_rows.sigma, seconds_by_op((*parts, host), by_rows) if with_ops else {})
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -277,7 +219,7 @@ class StepTimer:
         )
         if "counts" in self._present:
             key = (tokens, logits, rows)
-            parts += (known.get(("counts", key)) or self._part("counts", key, _spread(rows, tokens, logits)),)
+            parts += (known.get(("counts", key)) or self._part("counts", key, spread(rows, tokens, logits)),)
         if moved != (0, 0):
             one = StepShape((RowShape(1, 1),), 1, *moved)
             parts += (known.get(("moved", moved)) or self._part("moved", moved, one),)
@@ -291,7 +233,7 @@ class StepTimer:
     def _host(self, rows: int, tokens: int, logits: int) -> Part:
         """What the CPU does for a step."""
         if not self._with_host:
-            return _NOTHING
+            return NOTHING
         key = ("host", rows, tokens, logits)
         known = self._known.get(key)
         if known is None:
@@ -312,7 +254,7 @@ class StepTimer:
 
     def _by_rows(self, queries: int, count: int, total: int) -> ByRows:
         """The part by rows of `count` rows of `queries` tokens with `total` keys all together."""
-        low, high, x = _place(queries, count, total)
+        low, high, x = place(queries, count, total)
         if queries == 1:
             line = self._lines.get((count, low)) or self._line(count, low)
             base, slope, sigma_base, sigma_slope, below, above, _ = line
@@ -324,7 +266,7 @@ class StepTimer:
 
     def _line(self, count: int, low: int) -> Line:
         """From grid point `low` to the next."""
-        high = _grid_above(low)
+        high = grid_above(low)
         below, above, width = self._at(1, count, low), self._at(1, count, high), (high - low) * count
         slope, sigma_slope = (above.seconds - below.seconds) / width, (above.sigma - below.sigma) / width
         if len(self._lines) >= _KEPT:
@@ -347,7 +289,7 @@ class StepTimer:
         ops: dict[str, float] = {}
         sigma = 0.0
         if kind != "rows" and kind not in self._present:
-            return _NOTHING
+            return NOTHING
         for op in self._of_kind(kind, shape).values():
             answer = self._chain.ask(op)
             ops[op.name] = ops.get(op.name, 0.0) + answer.seconds * op.count
@@ -360,11 +302,11 @@ class StepTimer:
         rows = ((40, 40), (8, 3), (1, far), (1, 7))  # tokens 50, as in all that follow
         others = (((47, far), (1, 1), (1, 9), (1, 2 * far)), ((20, 20), (20, 20), (5, 5), (5, far)))
         base = self._named(rows, 5)
-        by_rows = {key for other in others for key in _changed(base, self._named(other, 5))}
-        by_logits = _changed(base, self._named(rows, 3)) - by_rows
-        by_number = _changed(base, self._named(((50, 50),), 5)) - by_rows
-        by_tokens = _changed(base, self._named(((90, 90), *rows[1:]), 5)) - by_rows
-        moved = {key for slots in ((32, 0), (0, 32)) for key in _changed(base, self._named(rows, 5, *slots))}
+        by_rows = {key for other in others for key in changed(base, self._named(other, 5))}
+        by_logits = changed(base, self._named(rows, 3)) - by_rows
+        by_number = changed(base, self._named(((50, 50),), 5)) - by_rows
+        by_tokens = changed(base, self._named(((90, 90), *rows[1:]), 5)) - by_rows
+        moved = {key for slots in ((32, 0), (0, 32)) for key in changed(base, self._named(rows, 5, *slots))}
         kinds = self._kinds
         for key in (*base, *moved):
             if key in by_rows:
@@ -377,13 +319,13 @@ class StepTimer:
                 kinds[key] = "logits" if key in by_logits else "tokens"
         self._present = frozenset(kinds.values())
         # Also where a technique adds ops to small or to large steps alone.
-        shapes = [_shape(each, 1) for each in (rows, *others, ((1, 1),), ((1, far),) * 3, ((_FAR, _FAR), (1, 9)))]
+        shapes = [shape_of(each, 1) for each in (rows, *others, ((1, 1),), ((1, far),) * 3, ((_FAR, _FAR), (1, 9)))]
         self._spares = all(
             self._of_kind("rows", shape) == self._of_kind("rows", replace(shape, rows_only=True)) for shape in shapes
         )
 
     def _named(self, rows: Iterable[tuple[int, int]], logits: int, *moved: int) -> dict[tuple[str, int], Op]:
-        return self._placed(_shape(rows, logits, *moved))
+        return self._placed(shape_of(rows, logits, *moved))
 
     def _placed(self, shape: StepShape) -> dict[tuple[str, int], Op]:
         """The ops of `shape` by name and which of that name they are."""
@@ -399,71 +341,3 @@ class StepTimer:
         """Those that belong to `kind`; what turns up for the first time may depend on anything, as rows do."""
         kinds = self._kinds
         return {key: op for key, op in self._placed(shape).items() if kinds.get(key, "rows") == kind}
-
-
-def _shape(rows: Iterable[tuple[int, int]], logits: int, copied: int = 0, swapped: int = 0) -> StepShape:
-    return StepShape(tuple(RowShape(queries, max(queries, keys)) for queries, keys in rows), logits, copied, swapped)
-
-
-def _spread(rows: int, tokens: int, logits: int) -> StepShape:
-    """Some step of so many rows, tokens and logits."""
-    return StepShape((RowShape(tokens - rows + 1, tokens), *[RowShape(1, 1)] * (rows - 1)), logits)
-
-
-def _changed(a: Mapping[tuple[str, int], Op], b: Mapping[tuple[str, int], Op]) -> set[tuple[str, int]]:
-    return {key for key in (*a, *b) if a.get(key) != b.get(key)}
-
-
-def _rows(groups: Iterable[Group]) -> tuple[RowShape, ...]:
-    """The rows of groups, with the keys of each spread evenly."""
-    rows: list[RowShape] = []
-    for queries, count, total in groups:
-        keys, more = divmod(total, count)
-        rows += [RowShape(queries, keys + 1)] * more + [RowShape(queries, keys)] * (count - more)
-    return tuple(rows)
-
-
-def _place(queries: int, count: int, total: int) -> tuple[int, int, float]:
-    """Grid points around the mean keys of a group, and where it lies between them (from 0, at the lower, to 1)."""
-    mean = total / count
-    low = _grid_below(mean)
-    high = _grid_above(low)
-    low = max(low, queries)  # a context holds at least the tokens that are fed
-    return low, high, (mean - low) / (high - low)
-
-
-def _grid_below(mean: float) -> int:
-    """Largest grid point not above `mean`."""
-    whole = int(mean)
-    if whole < _EXACT:
-        return whole
-    width = 1 << (whole.bit_length() - 1 - _PER_OCTAVE.bit_length() + 1)
-    return whole // width * width
-
-
-def _grid_above(low: int) -> int:
-    """The grid point after `low`."""
-    if low < _EXACT:
-        return low + 1
-    return low + (1 << (low.bit_length() - 1 - _PER_OCTAVE.bit_length() + 1))
-
-
-def _sum(parts: Iterable[Part]) -> tuple[float, float]:
-    seconds = sigma = 0.0
-    for part in parts:
-        seconds += part.seconds
-        sigma += part.sigma
-    return seconds, sigma
-
-
-def _ops(parts: Iterable[Part], by_rows: ByRows) -> dict[str, float]:
-    """Seconds by name, of parts and of what lies between two."""
-    ops: dict[str, float] = {}
-    for part in parts:
-        for name, seconds in part.ops.items():
-            ops[name] = ops.get(name, 0.0) + seconds
-    _, _, below, above, x = by_rows
-    for name in {**below.ops, **above.ops}:
-        low, high = below.ops.get(name, 0.0), above.ops.get(name, 0.0)
-        ops[name] = ops.get(name, 0.0) + low + (high - low) * x
-    return ops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from twinfer.core.audit import audit_ledger
 from twinfer.core.ledger import Ledger
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Copy, Grant
@@ -135,7 +136,7 @@ def test_a_fork_shares_the_prompt_and_copies_before_it_writes(length: int) -> No
     assert set(ledger.tables["a"].blocks[index:]).isdisjoint(ledger.tables["a/1"].blocks)
     for seq in (leader, fork):
         ledger.release(seq, None)
-    assert ledger.pool.held == 0 and ledger.audit([]) == []
+    assert ledger.pool.held == 0 and audit_ledger(ledger, []) == []
 
 
 def test_a_published_block_is_copied_even_by_its_only_holder() -> None:
@@ -153,7 +154,7 @@ def test_a_copy_that_finds_no_block_changes_nothing() -> None:
     seq = make_sequence("a", 4)
     admit_and_commit(ledger, seq)
     assert ledger.grow(seq, 3, 4) == 1
-    assert ledger.tables["a"].blocks == [0] and ledger.audit([seq]) == []
+    assert ledger.tables["a"].blocks == [0] and audit_ledger(ledger, [seq]) == []
 
 
 def test_release_is_idempotent_and_can_wait_for_a_step() -> None:
@@ -165,4 +166,4 @@ def test_release_is_idempotent_and_can_wait_for_a_step() -> None:
     ledger.release(seq, 5)
     assert ledger.pool.available == 13
     ledger.pool.step_ended(5)
-    assert ledger.pool.available == 16 and ledger.audit([]) == []
+    assert ledger.pool.available == 16 and audit_ledger(ledger, []) == []

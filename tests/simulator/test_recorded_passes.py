@@ -6,7 +6,7 @@ import pytest
 
 from twinfer.core.plan import Need, Row, StepPlan
 from twinfer.simulator.recorded_passes import MOST_SHAPES, RecordedPasses, warm_shape
-from twinfer.simulator.step_time import StepCost
+from twinfer.simulator.step_parts import StepCost
 
 COST = StepCost(1.0, 0.1, {"attention": 0.9, "host": 0.1})
 

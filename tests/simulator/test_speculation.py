@@ -28,7 +28,7 @@ from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.op_time import build_chain
 from twinfer.simulator.run import prepare, simulate, speculation_of
 from twinfer.simulator.speculate import Speculation, break_even_batch, tokens_per_second
-from twinfer.simulator.step_time import StepCost
+from twinfer.simulator.step_parts import StepCost
 
 REGISTRY = Registry(entry_points=False)
 ALONE = Layout(1)
