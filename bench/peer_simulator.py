@@ -43,8 +43,8 @@ sys.path.insert(0, str(HERE))
 
 from peer_event_loop import peak_mb  # noqa: E402
 from peers import print_table, say  # noqa: E402
+from simulated_load import lengths, served, stream  # noqa: E402
 
-from simulator import lengths, served, stream  # noqa: E402
 from twinfer.core.catalog import resolve_spec  # noqa: E402
 from twinfer.core.config import EngineConfig  # noqa: E402
 from twinfer.core.device import load_device  # noqa: E402
