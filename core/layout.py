@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from twinfer.core.errors import ConfigError
 
-MOST_RANKS = 4096  # of one group: beyond every machine, and all ranks of a ring are gone through one by one
+MOST_RANKS = 1024  # of one group: more than any machine shares a replica over
 SIZES = ("tp", "pp", "cp", "dp", "ep")
 
 

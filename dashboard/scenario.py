@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError, TwinferError, short
 from twinfer.core.images import MOST_IMAGES, size_of
-from twinfer.core.layout import SIZES
+from twinfer.core.layout import MOST_RANKS, SIZES
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.spec import ModelSpec
 from twinfer.core.workload import Workload, make_workload
@@ -40,7 +40,7 @@ def _setting(default: Any, label: str, description: str, unit: str = "", **bound
 
 
 def _group(label: str, unit: str, description: str) -> Any:
-    return _setting(1, label, description, unit, ge=1, le=1024)
+    return _setting(1, label, description, unit, ge=1, le=MOST_RANKS)
 
 
 class Scenario(BaseModel):

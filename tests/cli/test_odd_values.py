@@ -90,9 +90,9 @@ FAILS, SCALES, POOLS = (
         (("--think-time", "1e99", "--turns", "2"), ("--think-time=1e+99", "0 to 1e9")),
         (("--think-time", "5"), ("--think-time=5.0", "no turn follows", "--turns 2")),
         (("--temperature", "-1"), ("--temperature=-1.0", "use 0 for greedy")),
-        (("--cp", "9" * 9), ("--cp=999999999", "at most 4096")),
-        (("--cp", "9" * 22), ("--cp=", "at most 4096")),
-        (("--dp", "5000", "--max-num-seqs", "5000"), ("--dp=5000", "at most 4096")),
+        (("--cp", "9" * 9), ("--cp=999999999", "at most 1024")),
+        (("--cp", "9" * 22), ("--cp=", "at most 1024")),
+        (("--dp", "5000", "--max-num-seqs", "5000"), ("--dp=5000", "at most 1024")),
         ((*FAILS, "--mtbf", "1e99"), ("--mtbf=1e+99", "too large", "at most 1000000000")),
         ((*FAILS, "--mtbf", "9", "--repair", "1e99"), ("--repair=1e+99", "at most")),
         ((*FAILS, "--fail", "0@1e99"), ("--fail='0@1e99'", "up to 1e9 s")),
@@ -112,7 +112,7 @@ def test_numbers_beyond_any_use_are_refused(cli: Callable, args: tuple[str, ...]
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--cp", "9" * 9), ("--cp=999999999", "at most 4096")),
+        (("--cp", "9" * 9), ("--cp=999999999", "at most 1024")),
         (("--cp", "64", "--context", "32"), ("--cp=64", "32 tokens of context", "at most 32")),
         (("--context", "9" * 22), ("--context=", "16777216")),
         (("--batch", "9" * 22), ("--batch=", "10000000")),
