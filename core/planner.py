@@ -86,6 +86,7 @@ class Planner:
                     self._continue(seq, num_tokens, partial)
                 elif seq.status is _WAITING and not self._closed and seq not in self._preempted:
                     self._admit(seq, want)
+            self._view = None  # it leads back here: a cycle for the collector of garbage in every step
         self._settle()
 
     def _not_a_want(self, proposed: object) -> None:
