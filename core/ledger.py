@@ -255,6 +255,15 @@ class Ledger:
         held = len(table.blocks)
         index = start // size
         entries = max(held, self.blocks_for(stop))
+        if (
+            index >= held < entries and not self.sliding and len(self.windows) == 1
+        ):  # as prompts do: nothing that others read
+            taken = pool.take(entries - held)
+            if taken is None:
+                return entries - held - pool.available
+            table.blocks += taken
+            table.open = entries * size
+            return [Grant(seq.id, 0, tuple(taken))], []
         # A published block is never written either, even by its only holder (a fork re-feeds a token).
         shared = [
             index < held and (pool.refs[blocks[index]] > 1 or pool.node[blocks[index]] is not None)

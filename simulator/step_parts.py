@@ -21,7 +21,7 @@ _EXACT = 64  # mean contexts below this are all grid points
 _PER_OCTAVE = 32  # grid points per doubling above it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCost:
     """Seconds of one step with their standard deviation; `ops`: seconds by op name.
 
@@ -72,7 +72,7 @@ class Line(NamedTuple):
     high: int  # the upper grid point
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeCost:
     """Steps in which the same sequences feed one token each. seconds: of each.  sigmas: their sums, as pieces
     (steps, sigma of the first, growth from step to step).
