@@ -294,6 +294,7 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
         figure.add_scatter(
             x=x, y=where, mode="markers", name=_title(goal), customdata=words,
             marker={"size": 10, "symbol": symbols[index % 4], "color": colours[index % 4]},
+            cliponaxis=False,  # a point near 0 is seen whole
             error_x={"type": "data", "symmetric": False, "array": high, "arrayminus": low, "thickness": 1.5, "width": 4,
                      "color": theme.QUIET},
             hovertemplate="%{customdata[0]}<br>" + _title(goal) + " %{customdata[1]} ms, %{x:.3~g} % of the promise<extra></extra>",
@@ -310,7 +311,7 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
     )  # fmt: skip
     figure.update_yaxes(
         tickmode="array", tickvals=list(range(len(fleets))), range=[len(fleets) - 0.45, -0.55],
-        ticktext=[escape(short(f"{f['replicas']} x {f['device']}", 22)) for f in fleets],
+        ticktext=[escape(short(f["label"].partition(" (")[0], 22)) for f in fleets],  # as in the table
     )  # fmt: skip
     marks = [t for t in figure.data if t.mode == "markers"]
     highest = max(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ _CONFIG: dict[str, Any] = {
 def heading(title: str, question: str) -> None:
     st.title(title, anchor=False)
     st.caption(question)
-    for problem in session.problems():
-        st.warning(plain(problem))
+    problems = [plain(problem) for problem in session.problems()]
+    if problems:  # one box, so that the page stays in sight
+        st.warning(problems[0] if len(problems) == 1 else "\n".join(f"* {problem}" for problem in problems))
 
 
 def plain(text: object) -> str:
@@ -103,32 +105,27 @@ def _workload_form(resources: Resources) -> None:
         "Device", devices, key="w_device", on_change=_from_widget, args=("device",),
         format_func=lambda name: "this machine" if name == "auto" else name,
     )  # fmt: skip
-    left, right = st.columns(2)
-    for index, name in enumerate(
-        ("num_requests", "rate", "input_len", "output_len", "spread", "shared_prefix", "seed")
-    ):
-        with (left, right)[index % 2]:
-            setting(name)
-    _images_form()
-
-
-def _images_form() -> None:
-    """Images of the requests, for a model that sees; how to leave them out, for one that does not."""
-    from twinfer.core.catalog import resolve_spec
-
-    current = session.scenario()
-    try:
-        sees = resolve_spec(current.model).vision is not None
-    except TwinferError:  # the model's own error is shown with the results
-        return
+    names = ["num_requests", "rate", "input_len", "output_len", "spread", "shared_prefix", "seed"]
+    sees = _sees(current)
     if sees:
-        left, right = st.columns(2)
-        for index, name in enumerate(IMAGES if current.images_per_request else IMAGES[:1]):
-            with (left, right)[index % 2]:
+        names += IMAGES if current.images_per_request else IMAGES[:1]
+    for start in range(0, len(names), 2):  # row by row: a narrow screen shows them in this order, too
+        for column, name in zip(st.columns(2), names[start : start + 2], strict=False):
+            with column:
                 setting(name)
-    elif current.images_per_request:
+    if sees is False and current.images_per_request:
         st.warning(f"{plain(current.model)} takes no images, or its encoder is not known.")
         st.button("Leave images out", key="no-images", on_click=session.edit, kwargs={"images_per_request": 0.0})
+
+
+def _sees(current: Scenario) -> bool | None:
+    """Whether the model takes images; None when it is not known, and its own error is shown with the results."""
+    from twinfer.core.catalog import resolve_spec
+
+    try:
+        return resolve_spec(current.model).vision is not None
+    except TwinferError:
+        return None
 
 
 def device_names(resources: Resources) -> list[str]:
@@ -217,7 +214,16 @@ def show(chart: Chart, key: str, *, table: bool = True) -> None:
 
 
 def rows(table: Sequence[Mapping[str, Any]]) -> None:
-    st.table([{plain(k): plain(v) for k, v in row.items()} for row in table], hide_index=True, border="horizontal")
+    """A table to read; a number and its sign, or a count and what it counts, stay on one line."""
+    shown = [{plain(k): _TOGETHER.sub(_unbroken, plain(v)) for k, v in row.items()} for row in table]
+    st.table(shown, hide_index=True, border="horizontal")
+
+
+_TOGETHER = re.compile(r"\d %|\d x (?:\d+ )?(?=\S)")  # 80 %, 2 x 4 h100-sxm
+
+
+def _unbroken(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def to_csv(table: Sequence[Mapping[str, Any]]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from twinfer.core.config import Choice, EngineConfig
-from twinfer.core.errors import ConfigError, TwinferError, short
+from twinfer.core.errors import ConfigError, short
 from twinfer.core.images import MOST_IMAGES, size_of
 from twinfer.core.layout import MOST_RANKS, SIZES
 from twinfer.core.mistakes import first_mistake
@@ -118,7 +118,7 @@ class Scenario(BaseModel):
         0.0, "Images per request", "Images in each prompt, besides its text; 0 is none.", ge=0, le=MOST_IMAGES
     )
     image_counts: Literal["fixed", "poisson"] = _setting(
-        "fixed", "Their number", "Equally many in each request, or a Poisson distribution with that mean."
+        "fixed", "Image count", "Equally many in each request, or a Poisson distribution with that mean."
     )
     image_size: str = _setting(
         "",
@@ -129,14 +129,13 @@ class Scenario(BaseModel):
     )
     image_tokens: int = _setting(
         0,
-        "Image tokens",
+        "Tokens per image",
         "Tokens of each in the prompt, instead of a size; 0 follows from the size.",
-        unit="tokens",
         ge=0,
         le=2**20,
     )
     image_compression: float = _setting(
-        1.0, "Image compression", "How many times fewer tokens than the model makes of an image.", ge=1, le=1e4
+        1.0, "Image compression", "How many times fewer tokens than the model makes of an image.", "×", ge=1, le=1e4
     )
     seed: int = _setting(0, "Seed", "Same seed, same requests, same tokens.", ge=0, le=2**31 - 1)
     base_scheduler: Choice = Choice(name="static")
@@ -328,19 +327,22 @@ class Scenario(BaseModel):
             except ValidationError as error:
                 wrong = first_mistake(error)
                 name, why = wrong.field, f"{wrong.problem}; {wrong.fix}"
-            except ConfigError as error:  # a choice that does not parse names no field: find it
-                name = next((k for k, v in known.items() if not _parses(cls, k, v)), next(iter(known)))
+            except ConfigError as error:  # a value that does not parse names no field: find it
+                name = next((k for k, v in known.items() if _mistake(cls, k, v) == str(error)), next(iter(known)))
                 why = f"{error.problem}; {error.fix}"
             problems.append(f"{name}={short(known[name])} in the link was ignored: {why}")
             del known[name]
 
 
-def _parses(cls: type[Scenario], name: str, value: str) -> bool:
+def _mistake(cls: type[Scenario], name: str, value: str) -> str:
+    """What a field's own parser says of its value, alone; "" where it says nothing (bounds may still refuse it)."""
     try:
         cls.model_validate({name: value})
-    except (TwinferError, ValidationError):
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    except ValidationError:
+        pass
+    return ""
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

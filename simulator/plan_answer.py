@@ -21,7 +21,7 @@ from twinfer.core.device import DeviceSpec
 from twinfer.core.goal import Goal
 from twinfer.simulator.energy import joules_per_token
 from twinfer.simulator.plan_designs import Design, label_of
-from twinfer.simulator.plan_search import Found
+from twinfer.simulator.plan_search import Found, time_of
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import Outcome
 
@@ -230,9 +230,7 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
 
 
 def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "not served"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return "not served" if seconds is None else time_of(seconds)
 
 
 __all__ = ["Answer", "Fleet", "fleet_of", "front_of", "next_limit", "ranked", "sentence_of"]

@@ -58,7 +58,7 @@ def changes_of(evaluator: Evaluator, drive: Drive, best: Found) -> list[dict[str
 
 
 def _after_loss(outcome: Outcome, question: Question) -> str:
-    words = why_not(outcome, question.goals, 1).removeprefix("with 1 replicas ")
+    words = why_not(outcome, question.goals, 1).removeprefix("with 1 replica ")
     return words or "the promises are kept all the same"
 
 

@@ -46,6 +46,7 @@ def cheaper_fleets(
         as_asked = trial.level in (SCREEN, FLEET) and (trial.load, trial.steps, trial.bandwidth) == (1.0, 1.0, 1.0)
         if as_asked and not outcome.keeps(goals):
             failed.setdefault(trial.design, []).append((trial, outcome))
+    own: list[dict[str, Any]] = []  # the answer's design with a replica less, if it has one to spare
     rows: list[dict[str, Any]] = []
     for design in _neighbours(best.design, found, designs):
         unit_price = devices[design.device].price_per_hour
@@ -60,9 +61,14 @@ def cheaper_fleets(
         why = "" if most < 1 else _why(design, most, failed.get(design.index, []), bounds.get(design.index), goals)
         if why:
             cost = None if unit_price is None else unit * most
-            rows.append({"fleet": label_of(design, most), "num_devices": most * design.num_devices, "cost_per_hour": cost,
-                         "why": why})  # fmt: skip
-    return rows[:1] + sorted(rows[1:], key=lambda r: -(r["cost_per_hour"] or r["num_devices"]))[: MOST - 1]
+            row = {
+                "fleet": label_of(design, most),
+                "num_devices": most * design.num_devices,
+                "cost_per_hour": cost,
+                "why": why,
+            }
+            (own if design is best.design else rows).append(row)
+    return own + sorted(rows, key=lambda r: -(r["cost_per_hour"] or r["num_devices"]))[: MOST - len(own)]
 
 
 def _below(limit: float, unit: float) -> int:

@@ -352,9 +352,14 @@ def why_not(outcome: Outcome, goals: Sequence[Goal], replicas: int) -> str:
         value = outcome.values.get(goal.name)
         early = outcome.hopeless.startswith(goal.name + "<")
         words.append(
-            f"{goal.name} is {'far above' if value is None or early else f'{value:.3g} s, above'} {goal.limit:g} s"
+            f"{goal.name} is {'far above' if value is None or early else time_of(value) + ', above'} {time_of(goal.limit, 6)}"
         )
-    return f"with {replicas} replicas " + " and ".join(words) if words else ""
+    return f"with {replicas} replica{'' if replicas == 1 else 's'} " + " and ".join(words) if words else ""
+
+
+def time_of(seconds: float, digits: int = 3) -> str:
+    """With so many digits, in ms below a second."""
+    return f"{seconds:.{digits}g} s" if seconds >= 1 else f"{seconds * 1e3:.{digits}g} ms"
 
 
 def _dearer(fewest: int, design: Design, best: int | None) -> str:
@@ -375,5 +380,6 @@ __all__ = [
     "needed",
     "screen_device",
     "smallest",
+    "time_of",
     "why_not",
 ]

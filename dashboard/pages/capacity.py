@@ -141,8 +141,8 @@ def _answer(found: dict[str, Any]) -> None:
         seeds = max(fleet["seeds"] for fleet in fleets)
         if seeds > 1:
             st.caption(
-                f"Points are the draw of the traffic that comes nearest to a limit, of {seeds}; grey bars are all of them, "
-                "thin lines the 80 % band."
+                f"The traffic was drawn {seeds} times at random. Points are the draw that comes nearest to any one promise, "
+                "grey bars are all of them (least to most), thin lines the 80 % band of the prediction."
             )
         with st.expander("All fleets", key="fleets", expanded=True):
             parts.rows(capacity.fleet_rows(fleets, goals))

@@ -110,6 +110,11 @@ def test_promise_chart_shows_shares_of_the_promise_and_cuts_bands(found: dict[st
     assert all(0 <= x <= 100 for x in trace.x), "a fleet that is proposed keeps its promises"
     assert all(x + up <= 200 + 1e-9 for x, up in zip(trace.x, trace.error_x.array, strict=True))
     assert "%" in chart.figure.layout.xaxis.title.text and len(chart.table) == len(fleets)
+    wide = {
+        **fleets[0],
+        "label": "3 x 4 l40s (tp 4, 512 tokens a step)",
+    }  # replicas and devices of each, as in the table
+    assert list(capacity.promise_chart([wide], GOALS).figure.layout.yaxis.ticktext) == ["3 x 4 l40s"]
 
 
 def test_change_chart_counts_replicas_against_the_answer(found: dict[str, Any]) -> None:
@@ -236,6 +241,9 @@ def test_a_deep_link_shows_the_stored_answer(page, tmp_path: Path, scenario: Sce
     assert "Why nothing cheaper will do" in [h.value for h in at.subheader] and "grey bars are all of them" in shown
     tables = "\n".join(table.value.to_string() for table in at.table).replace("\\", "")
     assert all(row["why"] in tables for row in CHEAPER) and "draws (ms)" in tables
+    assert (
+        "2\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}l40s" in tables
+    )  # a narrow column keeps a count and what it counts together
     at.number_input(key="w_plan_rate").set_value(21.0).run()
     assert not at.exception and "No search was made for this yet" in texts(at)
 

@@ -64,7 +64,8 @@ def page(tmp_path: Path) -> Callable[..., AppTest]:
 
 def said(at: AppTest) -> list[str]:
     """Warnings and errors as they are read, without what escapes Markdown."""
-    return [e.value.replace("\\", "") for e in (*at.warning, *at.error)]
+    boxes = [e.value.replace("\\", "") for e in (*at.warning, *at.error)]
+    return [line.removeprefix("* ") for box in boxes for line in box.split("\n")]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -120,6 +121,19 @@ def test_parameters_that_are_unknown_or_given_twice(page):
     assert any(t.startswith("'💥' in the link was ignored") for t in told)
     assert any(t.startswith("tp is given 2 times") for t in told)
     assert at.number_input(key="w_tp").value == 3
+
+
+def test_a_mistake_is_told_of_the_parameter_that_has_it():
+    _, _, problems = read({"plan_rate": ["many"], "tp": ["0"], "image_size": ["big"], "dtype": ["float7"]})
+    told = {problem.partition("=")[0]: problem for problem in problems}
+    assert len(problems) == 4 and "1024x768" in told["image_size"] and "give a number" in told["plan_rate"]
+    assert "at least 1" in told["tp"] and "'bfloat16'" in told["dtype"]
+
+
+def test_mistakes_of_a_link_share_one_box(page):
+    at = page("memory", {**SMALL, "tp": "0", "foo": "1", "*": "2"})
+    (box,) = at.warning
+    assert box.value.count("\n* ") == 2 and r"'\*'" in box.value
 
 
 def test_a_link_of_many_mistakes_does_not_fill_the_page():

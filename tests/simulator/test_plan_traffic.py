@@ -140,6 +140,8 @@ def test_nothing_cheaper_is_left_without_its_reason() -> None:
     best, rows = found.answer.fleets[0], found.answer.cheaper
     assert best.cost_per_hour is not None
     assert rows[0]["num_devices"] == best.num_devices - best.num_devices // best.replicas
-    assert (rows[0]["why"].startswith("with ") and "above 0.4 s" in rows[0]["why"]) or "far above" in rows[0]["why"]
+    assert (rows[0]["why"].startswith("with ") and "above 400 ms" in rows[0]["why"]) or "far above" in rows[0]["why"]
     assert all(row["why"] and row["cost_per_hour"] < best.cost_per_hour for row in rows)
     assert "one replica less will not do" in found.answer.sentence
+    costs = [row["cost_per_hour"] for row in rows[1:]]
+    assert costs == sorted(costs, reverse=True)
