@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,10 +154,14 @@ def cheaper_rows(cheaper: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return [
         {
             "fleet": row["fleet"], "devices": str(row["num_devices"]), "US$/h": _money(row["cost_per_hour"]),
-            "why not": row["why"],
+            "why not": _OPTION.sub("", row["why"]),
         }
         for row in cheaper
     ]  # fmt: skip
+
+
+_OPTION = re.compile(r"^--[a-z-]+=\S+: ")
+"""What an error of the command line opens with; here it is no option that someone gave."""
 
 
 def _goodput(fleet: Mapping[str, Any]) -> str:
@@ -326,7 +331,8 @@ def promise_chart(fleets: Sequence[Mapping[str, Any]], goals: Sequence[Goal], mo
         + (" Grey bars go from the least to the most of all draws of the traffic." if drawn[0] else "")
         + ("" if tight is None else f" The longest time is {tight['predicted (s)']:.3g} s.")
     )
-    return Chart(finish(figure, 96 + 46 * len(fleets)), alt, table)
+    legend = 20 if drawn[0] else 0  # px of one line more, where a narrow screen writes them below each other
+    return Chart(finish(figure, 96 + legend + 46 * len(fleets)), alt, table)
 
 
 def change_chart(changed: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> Chart | None:

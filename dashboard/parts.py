@@ -219,7 +219,7 @@ def rows(table: Sequence[Mapping[str, Any]]) -> None:
     st.table(shown, hide_index=True, border="horizontal")
 
 
-_TOGETHER = re.compile(r"\d %|\d x (?:\d+ )?(?=\S)")  # 80 %, 2 x 4 h100-sxm
+_TOGETHER = re.compile(r"\d %|(?:★ )?\d x (?:\d+ )?(?=\S)")  # 80 %, ★ 2 x 4 h100-sxm
 
 
 def _unbroken(found: re.Match[str]) -> str:

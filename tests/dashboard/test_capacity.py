@@ -152,6 +152,9 @@ def test_cheaper_fleets_say_what_each_lacks() -> None:
     first, second = capacity.cheaper_rows(CHEAPER)
     assert first == {"fleet": "2 x l40s", "devices": "2", "US$/h": "1.58", "why not": "TTFT p90 would be 0.9 s"}
     assert second["US$/h"] == "no price"
+    told = {**CHEAPER[0], "why": "--max-model-len=1785: one request of 1785 tokens needs 0.55 GiB; try --tp 2"}
+    (row,) = capacity.cheaper_rows([told])
+    assert row["why not"] == "one request of 1785 tokens needs 0.55 GiB; try --tp 2"
 
 
 def test_an_answer_of_another_version_is_none(tmp_path: Path, found: dict[str, Any]) -> None:
