@@ -104,6 +104,8 @@ def _why(
     if known:
         _, replicas, _, outcome = min(known, key=lambda item: item[:3])
         words = why_not(outcome, goals, replicas)
+        if replicas > most and words.startswith("with "):  # tried with more of them than the row has
+            words = f"even {words}"
         cause = (
             next_limit(outcome, goals, design).partition(": ")[2]
             if outcome.broken(goals) and not outcome.problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -143,5 +144,8 @@ def test_nothing_cheaper_is_left_without_its_reason() -> None:
     assert (rows[0]["why"].startswith("with ") and "above 400 ms" in rows[0]["why"]) or "far above" in rows[0]["why"]
     assert all(row["why"] and row["cost_per_hour"] < best.cost_per_hour for row in rows)
     assert "one replica less will not do" in found.answer.sentence
+    for row in rows:
+        tried, fleet = re.search(r"with (\d+) replica", row["why"]), int(row["fleet"].split(" x ")[0])
+        assert tried is None or row["why"].startswith("even ") == (int(tried[1]) > fleet)
     costs = [row["cost_per_hour"] for row in rows[1:]]
     assert costs == sorted(costs, reverse=True)
