@@ -181,6 +181,8 @@ def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") ->
         show.note(f"{why}: measuring it, about a minute")
         for budget in (55.0, 110.0):
             try:
+                if budget > 55:
+                    show.note(f"measuring once more, for up to {budget:.0f} s")
                 run_calibration(session, model, dtype, budget)
                 return True
             except ConfigError as error:  # the machine was too busy

@@ -81,4 +81,4 @@ def test_console_script_and_entry_point_group(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("dist-info/entry_points.txt")]
         lines = archive.read(name).decode().split()
-    assert lines == ["[console_scripts]", "twinfer", "=", "twinfer.cli.main:main"]
+    assert lines == ["[console_scripts]", "twinfer", "=", "twinfer.cli.entry:main"]

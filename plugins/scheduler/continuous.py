@@ -8,9 +8,9 @@ the least important, latest sequence is preempted and recomputed later.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from twinfer.core import technique
 from twinfer.core.policy import Defer, Shortage, Steady, View, Want
@@ -34,11 +34,20 @@ class Continuous(Technique):
             description="grow: admit what fits now; whole: only what fits at its full length, so none is preempted",
         )
         gather_s: float = Field(
-            0.0, ge=0, description="s that new requests wait for more of them while others run; 0: they never wait"
+            0.0,
+            ge=0,
+            allow_inf_nan=False,
+            description="s that new requests wait for more of them while others run; 0: they never wait",
         )
         gather_tokens: int = Field(
             0, ge=0, description="tokens of a step with which they stop waiting; 0: those of a full step"
         )
+
+        @model_validator(mode="after")
+        def _tokens_are_waited_for(self) -> Self:
+            if self.gather_tokens and not self.gather_s:
+                raise ValueError("gather_tokens has no effect while gather_s is 0; give gather_s, too, or leave it out")
+            return self
 
     options: Options
 

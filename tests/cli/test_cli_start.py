@@ -163,3 +163,17 @@ def test_plugins_add_commands(cli: Callable, tmp_path: Path) -> None:
     ran = cli("--plugins-dir", tmp_path, "hello", "--who", "world")
     assert (ran.code, ran.out) == (0, "hello world\n")
     assert "Says hello." in cli("--plugins-dir", tmp_path, "hello", "--help").out
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from twinfer.cli.entry import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

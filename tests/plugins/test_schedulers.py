@@ -344,3 +344,9 @@ def test_prompts_wait_for_nobody_by_default_and_for_nobody_while_nothing_runs() 
         bench = Bench(Continuous(options))
         bench.submit("a", 4, 1)
         assert bench.step() and bench.steps == [{"a": 4}]
+
+
+@pytest.mark.parametrize("options", [{"gather_tokens": 100}, {"gather_s": float("inf")}, {"gather_s": -1}])
+def test_waiting_that_says_nothing_or_never_ends_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match="gather"):
+        Continuous.Options.model_validate(options)

@@ -1,0 +1,16 @@
+"""The installed command: Ctrl-C while the command line is still being imported ends it as Ctrl-C does later."""
+
+from __future__ import annotations
+
+
+def main() -> int:
+    """As `twinfer.cli.main.main`, whose import takes a moment."""
+    try:
+        from twinfer.cli.main import main as command_line
+
+        return command_line()
+    except KeyboardInterrupt:
+        return 130
+
+
+__all__ = ["main"]
