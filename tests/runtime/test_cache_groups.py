@@ -186,7 +186,9 @@ def test_layers_of_different_groups_share_memory_and_copies_stay_within_blocks()
         KVStorage(4, 6, BLOCK, 2, 8, groups=groups)
 
 
-def test_recorded_passes_follow_the_tables_of_every_group(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_passes_follow_the_tables_of_every_group(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, packed_products: None
+) -> None:
     """On packed weights decode steps are repeated from a recording (`replay.py`): the same tokens as without."""
     packed = load_model(tiny.spec, tiny.folder, Registry(entry_points=False), linear=BF16Linears())
     model = SimpleNamespace(spec=tiny.spec, model=packed)

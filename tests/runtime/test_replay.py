@@ -33,7 +33,7 @@ def build(folder: Path, linear: LinearFactory) -> DecoderModel:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama_dir: Path) -> DecoderModel:
+def model(tiny_llama_dir: Path, packed_products: None) -> DecoderModel:
     return build(tiny_llama_dir, BF16Linears())
 
 
