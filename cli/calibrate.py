@@ -179,14 +179,12 @@ def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") ->
             why = f"the calibration cannot be read ({error.problem})"
     if why:
         show.note(f"{why}: measuring it, about a minute")
-        for budget in (55.0, 110.0):
+        for budget, then in ((55.0, "; measuring once more, for up to 110 s"), (110.0, "")):
             try:
-                if budget > 55:
-                    show.note(f"measuring once more, for up to {budget:.0f} s")
                 run_calibration(session, model, dtype, budget)
                 return True
             except ConfigError as error:  # the machine was too busy
-                show.note(f"calibration within {budget:.0f} s failed: {error}")
+                show.note(f"calibration within {budget:.0f} s failed: {error}{then}")
         show.note("predictions will use the generic CPU and be far off; `twinfer calibrate` mends that")
         return False
     return True

@@ -47,15 +47,18 @@ def way_in(core: Core, seq: Sequence, swap_ins: Seq[Swap], others: bool) -> WayI
     """
     ledger = core.ledger
     leader = seq.leader
+    if leader is not None and (seq.output or seq.host is not None):
+        leader = None  # with output of its own it shares no more than a hit
     if leader is not None:
-        if not _shares(core, seq, leader):
-            leader = None
-        elif leader.status is not Status.RUNNING or leader.computed < seq.known - 1:
+        if leader.status is Status.RUNNING and leader.computed >= seq.known - 1:
+            if any(swap.seq == leader.id for swap in swap_ins):
+                return None  # copies come before swap-ins: next step
+            if not ledger.can_fork(seq, leader):
+                leader = None
+        elif leader.num_preemptions == 0 and leader.status in (Status.WAITING, Status.RUNNING, Status.LOADING):
             return None  # its prompt is being computed: a gate, takes nothing
-        elif any(swap.seq == leader.id for swap in swap_ins):
-            return None  # copies come before swap-ins: next step
-        elif not ledger.can_fork(seq, leader):
-            leader = None
+        else:
+            leader = None  # it has ended or lost its KV
     stored = min(seq.known + others, seq.limit - 1)
     need = ledger.peak(stored) if others else ledger.least(stored)
     room = ledger.pool.available
@@ -72,16 +75,6 @@ def way_in(core: Core, seq: Sequence, swap_ins: Seq[Swap], others: bool) -> WayI
     if seq.host is not None:
         tokens = max(tokens, seq.host.num_tokens)
     return WayIn(None, hits, tokens, need, room)
-
-
-def _shares(core: Core, seq: Sequence, leader: Sequence) -> bool:
-    """Whether `seq` is to start from the prompt of `leader`: with output of its own it shares no more than a hit, and so it
-    does when the leader has ended or lost its KV."""
-    if seq.output or seq.host is not None:
-        return False
-    if leader.status is Status.RUNNING and leader.computed >= seq.known - 1:
-        return True
-    return leader.num_preemptions == 0 and leader.status in (Status.WAITING, Status.RUNNING, Status.LOADING)
 
 
 __all__ = ["WayIn", "way_in"]

@@ -234,10 +234,11 @@ class Tally:
         self._gaps(times, 0, steps, count)
 
     def _gaps(self, times: Sequence[float], at: int, till: int, count: int) -> None:
-        """Gaps of steps `at` to `till` (exclusive); decode steps grow steadily, so the first and the last tell if all are alike."""
-        first, last = times[at + 1] - times[at], times[till] - times[till - 1]
-        if till - at == 1 or (first <= last * FLAT and last <= first * FLAT):
-            self.gaps.add((times[till] - times[at]) / (till - at), count * (till - at))
+        """Gaps of steps `at` to `till` (exclusive), together where the first, the last and their mean tell that all are alike."""
+        steps = till - at
+        first, last, mean = times[at + 1] - times[at], times[till] - times[till - 1], (times[till] - times[at]) / steps
+        if steps == 1 or max(first, last, mean) <= min(first, last, mean) * FLAT:
+            self.gaps.add(mean, count * steps)
         else:
             middle = (at + till) // 2
             self._gaps(times, at, middle, count)
