@@ -1,10 +1,11 @@
 """Real against predicted on this machine: four workloads and 200 mixed requests that calibration has not seen.
 
-    python bench/fidelity_cpu.py [--model M] [--dtype D] [--quant gguf ...] [--repeats 3] [--calibrate] [--json FILE]
+    python bench/fidelity_cpu.py [--model M] [--dtype D] [--quant gguf ...] [--repeats 3] [--calibrate] [--paced] [--json FILE]
 
 Formats and workloads are interleaved within each repeat. `--quant` takes several formats ("none" is plain --dtype);
 `--calibrate` measures the machine before each repeat of a format (about a minute each), as `twinfer calibrate` does, and
-compares the middle of the predictions with the middle of the runs. Ctrl-C ends after the run and reports whole rounds.
+compares the middle of the predictions with the middle of the runs. `--paced`: a short run of other lengths before and after each
+run says how fast the machine is at the moment. Ctrl-C or SIGTERM ends after the run and reports whole rounds.
 
 Run it on a quiet machine: two-thread torch on shared cores is easily 10 times slower than alone.
 """
@@ -65,19 +66,22 @@ def measured_lines(
     repeats: int,
     num_mixed: int = 200,
     calibrate: Callable[[str], None] | None = None,
+    paced: bool = False,
 ) -> list[Line]:
     """The lines of the fidelity table, for other benches."""
     stop = [False]
-    previous = signal.signal(signal.SIGINT, lambda number, frame: stop.__setitem__(0, True))
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(each, lambda number, frame: stop.__setitem__(0, True)) for each in signals]
     try:
         with tempfile.TemporaryDirectory() as folder:
             cases = [*CASES] + ([mixed(Path(folder) / "mixed.jsonl", num_mixed)] if num_mixed else [])
             return fidelity(
                 Engines(), model, dtype, repeats, cases, report=note, quantizers=quantizers, should_stop=lambda: stop[0],
-                calibrate=calibrate,
+                calibrate=calibrate, paced=paced,
             )  # fmt: skip
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for each, handler in zip(signals, previous, strict=True):
+            signal.signal(each, handler)
 
 
 def note(message: str) -> None:
@@ -92,6 +96,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mixed", type=int, default=200, help="how many mixed requests; 0 leaves them out")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine before each repeat")
+    parser.add_argument("--paced", action="store_true", help="observe the machine's speed around each run")
     parser.add_argument("--budget", type=float, default=55.0, help="seconds of each of these measurements")
     parser.add_argument("--json", metavar="FILE", help="store the lines as JSON, too")
     given = parser.parse_args()
@@ -109,7 +114,13 @@ def main() -> int:
         )
 
     lines = measured_lines(
-        given.model, given.dtype, quantizers, given.repeats, given.mixed, calibrated if given.calibrate else None
+        given.model,
+        given.dtype,
+        quantizers,
+        given.repeats,
+        given.mixed,
+        calibrated if given.calibrate else None,
+        given.paced,
     )
     note(f"load after: {os.getloadavg()[0]:.2f}; {time.monotonic() - begin:.0f} s")
     print(table(lines))

@@ -8,6 +8,8 @@ Invariants
   is reported with it: an error below it means nothing.
 * Where the machine is calibrated for the comparison, that is done anew before each repeat of a format, and a prediction is
   the middle of the repeats' predictions: tables and runs meet the same slow and fast minutes of a shared machine.
+* With `paced`, a short run of other lengths before and after each run says how fast the machine is at that moment, op by op
+  (`attribute.correction`); the prediction is the mean of those with either. The run itself is not looked at.
 * The noise floor of the machine comes from the repeats themselves: what identical runs differ by.
 """
 
@@ -21,10 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.records import RunRecord
-from twinfer.core.registry import Registry
+from twinfer.core.registry import Registry, default_registry
 from twinfer.core.workload import Workload
+from twinfer.simulator.attribute import correction, with_correction, without_corrections
 from twinfer.simulator.bands import flat
+from twinfer.simulator.replay import replay
 from twinfer.simulator.run import simulate
 
 RunReal = Callable[[EngineConfig, Workload], RunRecord]
@@ -68,6 +73,38 @@ def mixed(path: Path, num_requests: int = 200) -> Case:
     return Case(f"{num_requests} mixed requests", Workload(trace=str(path), seed=12), 64)
 
 
+def device_now(run_real: RunReal, config: EngineConfig, registry: Registry) -> DeviceSpec:
+    """This machine as fast as it is at the moment: its tables, corrected by a short run as `calibrate --from` does."""
+    few = min(24, 2 * config.max_num_seqs)
+    seen = run_real(
+        config, Workload(num_requests=few, input_len=110, output_len=24, lengths="uniform", spread=0.6, seed=13)
+    )
+    device = without_corrections(load_device(config.device, registry))
+    return with_correction(device, correction(replay(seen, registry=registry, device=device)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A prediction (or the mean of two) and the run: metrics by flat name; `bands` of the prediction."""
+
+    predicted: Mapping[str, float]
+    bands: Mapping[str, tuple[float, float]]
+    real: Mapping[str, float]
+
+    @classmethod
+    def of(cls, predicted: Sequence[RunRecord], real: RunRecord) -> _Pair:
+        guesses, intervals = [flat(p.metrics) for p in predicted], [p.intervals for p in predicted]
+        bands = {
+            metric: (_mean([i[metric][0] for i in intervals]), _mean([i[metric][1] for i in intervals]))
+            for metric in intervals[0]
+        }
+        return cls({metric: _mean([g[metric] for g in guesses]) for metric in TARGETS}, bands, flat(real.metrics))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One metric of one case. `spread`: (largest - smallest) / middle of the real repeats."""
@@ -105,15 +142,19 @@ def fidelity(
     quantizers: Sequence[str] = ("",),
     should_stop: Callable[[], bool] = lambda: False,
     calibrate: Callable[[str], None] | None = None,
+    paced: bool = False,
 ) -> list[Line]:
     """Predict every case in every format and run it for real, `repeats` times in turn.
 
     quantizers: the formats, "" for none.  should_stop: asked before each run; the lines are then of whole rounds.
     calibrate: measures the machine in one of the formats, before each repeat of its cases; None leaves it as it is known.
+    paced: predict with the speed that short runs before and after each run had.
     """
-    rounds: list[dict[tuple[str, str], tuple[RunRecord, RunRecord]]] = []
+    registry = registry or default_registry()
+    rounds: list[dict[tuple[str, str], _Pair]] = []
+    known: dict[tuple[str, str], RunRecord] = {}  # predictions, where nothing is measured between the repeats
     for repeat in range(repeats):
-        done: dict[tuple[str, str], tuple[RunRecord, RunRecord]] = {}
+        done: dict[tuple[str, str], _Pair] = {}
         for quantizer in quantizers:
             if calibrate is not None and not should_stop():
                 calibrate(quantizer)
@@ -121,12 +162,19 @@ def fidelity(
                 if should_stop():
                     break
                 config = case.config(model, dtype, quantizer)
-                if calibrate is None and rounds:
-                    ours = rounds[0][quantizer, case.name][0]
+                key = (quantizer, case.name)
+                if paced:
+                    before = device_now(run_real, config, registry)
+                    real = run_real(config, case.workload)
+                    after = device_now(run_real, config, registry)
+                    ours = [simulate(config, case.workload, registry, device) for device in (before, after)]
                 else:
-                    ours = simulate(config, case.workload, registry)
-                report(f"run {repeat + 1} of {repeats}: {quantizer or dtype}, {case.name}")
-                done[quantizer, case.name] = ours, run_real(config, case.workload)
+                    if calibrate is not None or key not in known:
+                        known[key] = simulate(config, case.workload, registry)
+                    ours, real = [known[key]], run_real(config, case.workload)
+                pair = done[key] = _Pair.of(ours, real)
+                shown = ", ".join(f"{m} {pair.real[m]:.4g} (predicted {pair.predicted[m]:.4g})" for m in TARGETS)
+                report(f"run {repeat + 1} of {repeats}: {quantizer or dtype}, {case.name}: {shown}")
         if len(done) < len(quantizers) * len(cases):
             break
         rounds.append(done)
@@ -136,17 +184,15 @@ def fidelity(
     for quantizer in quantizers:
         for case in cases:
             pairs = [done[quantizer, case.name] for done in rounds]
-            guesses, seen = ([flat(pair[side].metrics) for pair in pairs] for side in (0, 1))
             for metric in TARGETS:
                 if case.batch == 1 and metric.endswith(".p95"):
                     continue  # the one request is its median already
-                values = [s[metric] for s in seen]
-                real, predicted = middle(values), middle([g[metric] for g in guesses])
-                bands = [ours.intervals.get(metric) for ours, _ in pairs]
-                known = [band for band in bands if band is not None]
-                band = (middle([low for low, _ in known]), middle([high for _, high in known])) if known else None
+                values = [pair.real[metric] for pair in pairs]
+                real_value, predicted = middle(values), middle([pair.predicted[metric] for pair in pairs])
+                bands = [pair.bands[metric] for pair in pairs if metric in pair.bands]
+                band = (middle([low for low, _ in bands]), middle([high for _, high in bands])) if bands else None
                 lines.append(
-                    Line(case.name, metric, real, predicted, (max(values) - min(values)) / real, band,
+                    Line(case.name, metric, real_value, predicted, (max(values) - min(values)) / real_value, band,
                          quantizer or dtype, tuple(values))
                 )  # fmt: skip
     return lines

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from twinfer.core.config import EngineConfig
+from twinfer.core.device import load_device
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, generate
+from twinfer.plugins.op_time.calibration import Correction, Format
+from twinfer.simulator.attribute import with_correction
 from twinfer.simulator.fidelity import CASES, TARGETS, Line, fidelity, mixed, noise_floor, table
 from twinfer.simulator.run import simulate
 
@@ -59,6 +62,35 @@ def test_a_calibration_precedes_each_repeat_of_a_format_and_the_middle_predictio
     assert throughput.metric == "output_throughput" and throughput.error == pytest.approx(-0.5)
     assert [value / throughput.predicted for value in throughput.repeats] == pytest.approx([1, 3, 2])
     assert throughput.spread == pytest.approx(1.0)
+
+
+def test_short_runs_around_each_tell_how_fast_the_machine_is_at_the_moment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine takes 1.5 times as long as its device file says, then 2.5 times; the predictions follow."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # no tables of this machine
+    plain = load_device("cpu", REGISTRY)
+    number = 0  # of runs so far: each of the case comes between two short ones
+
+    def run(config: EngineConfig, workload: Workload) -> RunRecord:
+        nonlocal number
+        factor = 1.5 if number < 3 else 2.5
+        number += 1
+        return simulate(config, workload, REGISTRY, with_correction(plain, slower(factor)))
+
+    lines = fidelity(run, repeats=2, cases=CASES[:1], registry=REGISTRY, paced=True)
+    assert number == 6
+    assert all(abs(line.error) < 0.001 and line.inside for line in lines)
+    assert lines[0].spread == pytest.approx(1 - 1.5 / 2.5, rel=0.01)
+    plainly = fidelity(run, repeats=1, cases=CASES[:1], registry=REGISTRY)
+    assert plainly[0].error == pytest.approx(1.5, rel=0.01)
+
+
+def slower(factor: float) -> Correction:
+    return Correction(
+        format=Format(dtype="float32", compute="float32", bits=32, kv="float32"), model="smollm2-135m",
+        factors={"*": factor}, spreads={"*": 0.05}, source="", date="",
+    )  # fmt: skip
 
 
 def test_mixed_requests_have_the_lengths_that_the_name_says(tmp_path: Path) -> None:
