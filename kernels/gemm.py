@@ -9,6 +9,7 @@
 Invariants
 * A `Packed` takes float32 rows of any count on the CPU and allocates nothing but its result.
 * A row's result depends on that row alone, not on the rows beside it or on the number of threads.
+* Both sets of instructions (`instructions`) give the same numbers; how weights are laid out differs.
 * Packed weights hold the values they were made of exactly; `rows` gives them back.
 * Without native kernels or their instructions `why_not()` has the reason and nothing can be packed.
 """
@@ -38,10 +39,12 @@ _BF16, _INT8 = 3, 4
 _CHUNK = 1 << 25  # bytes of one mapping of the arena
 _LINE = 64
 
+_INSTRUCTIONS = ("", "AVX2", "AVX-512 VNNI")  # by the number that the library answers
+
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
     "tw_gemm": ((_P, _P, _N, _N, _P, _N, _I), None),
-    "tw_gemm_ready": ((), c_int),
+    "tw_gemm_instructions": ((), c_int),
     "tw_blocks_bytes": ((_N, _N, _N), c_int64),
     "tw_blocks_pack": ((_N, _P, _N, _N, _P, _I), None),
     "tw_blocks_rows": ((_N, _P, _N, _P, _N, _P), None),
@@ -54,12 +57,17 @@ _SIGNATURES = {
 }
 
 
+def instructions() -> str:
+    """What the packed products are built on here: "AVX-512 VNNI", "AVX2", or empty where there are none (`why_not`)."""
+    return "" if native.load() is None else _INSTRUCTIONS[_function("tw_gemm_instructions")()]
+
+
 def why_not() -> str:
     """Why there are no packed products here, in words; empty when there are."""
     if native.load() is None:
         return native.why_not()
-    if not _function("tw_gemm_ready")():
-        return "this CPU has no AVX-512 with VNNI, which the packed matrix products need"
+    if not instructions():
+        return "this CPU has neither AVX-512 VNNI nor AVX2 with FMA and F16C, which the packed matrix products need"
     return ""
 
 
@@ -232,6 +240,6 @@ def bf16_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 __all__ = [
-    "BLOCK", "BLOCK_FORMATS", "Arena", "Packed", "bf16_reference", "blocks_reference", "int8_reference", "pack_bf16",
-    "pack_blocks", "pack_int8", "quantize_int8", "why_not",
+    "BLOCK", "BLOCK_FORMATS", "Arena", "Packed", "bf16_reference", "blocks_reference", "instructions", "int8_reference",
+    "pack_bf16", "pack_blocks", "pack_int8", "quantize_int8", "why_not",
 ]  # fmt: skip

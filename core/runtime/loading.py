@@ -39,7 +39,7 @@ from twinfer.core.runtime.tensor_parallel import Ranks
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
-from twinfer.kernels import native
+from twinfer.kernels import gemm, native
 from twinfer.kernels.cpu_attention import LANES
 
 LongestRequest = Callable[[ModelSpec, Tokenizer], int]
@@ -315,6 +315,7 @@ def environment() -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "native_kernels": native.why_not() or "used",
+        "packed_products": gemm.instructions() or gemm.why_not(),
         "openmp_spin": os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY", ""),
     }
     if torch.cuda.is_available():

@@ -27,7 +27,7 @@ class PackedLinears:
     takes_blocks = False
 
     def __init__(self) -> None:
-        self.missing = gemm.why_not()
+        self.missing, self.instructions = gemm.why_not(), gemm.instructions()
         self.arena = gemm.Arena()
 
     @property
@@ -35,7 +35,7 @@ class PackedLinears:
         """How the weights are multiplied here."""
         if self.missing:
             return f"values of {self.what} in float32 products: {self.missing}"
-        return f"{self.what} on the native kernels"
+        return f"{self.what} on the native kernels ({self.instructions})"
 
     what = ""
 

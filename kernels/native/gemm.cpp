@@ -4,10 +4,10 @@
 
 extern "C" {
 
-// 1 where this CPU has the instructions that the kernels are written for (AVX-512 with VNNI).
-int tw_gemm_ready() {
+// The instructions that the kernels use on this CPU: 2 AVX-512 with VNNI, 1 AVX2, 0 none (there are no kernels).
+int tw_gemm_instructions() {
 #ifdef TW_GEMM
-    return 1;
+    return TW_GEMM;
 #else
     return 0;
 #endif

@@ -3,7 +3,7 @@
 //   weight = d * (q - zero) + m     q: 4 or 8 bits without sign; d, m: per block and output column
 //
 // Activations are quantized to int8 per row and block of 32 (scale = largest magnitude / 127), products are summed
-// in int32 inside a block (VNNI) and in float32 over blocks:
+// in integers inside a block and in float32 over blocks:
 //
 //   out[r, c] = sum over blocks of  dx[r] * d[c] * sum of qx * (q - zero)  +  m[c] * dx[r] * sum of qx
 //
@@ -16,14 +16,14 @@
 //   Q5_0 Q5_1 Q5_K   8 bits, d and m float32                    10
 //   Q6_K             8 bits, two d float32 (16 inputs each), zero 32     10
 //
-// A panel is 16 columns; per block of 32 inputs it holds
+// A panel is a vector of columns; per block of 32 inputs it holds
 //
-//   4 bits   256 bytes: vector i holds input groups 2i (low nibbles) and 2i + 1 (high); a group is 4 inputs of 16 columns
-//   8 bits   512 bytes: one vector of 64 bytes per group
-//   then     d [16], and m or the second d [16] where there is one
+//   4 bits   4 vectors: number i holds input groups 2i (low nibbles) and 2i + 1 (high); a group is 4 inputs of each column
+//   8 bits   8 vectors: one per group
+//   then     d [columns], and m or the second d where there is one
 //
 // Quantized rows lie per tile of R rows as blocks { int8 q[R][32]; float d[R]; float sum[R]; int32 start[2][R] }, so
-// that every address inside a tile is one pointer plus a constant. start: what the int32 sums begin with, -zero * sum.
+// that every address inside a tile is one pointer plus a constant. start: what the integer sums begin with, -zero * sum.
 #include "gemm_tiles.h"
 #include "program.h"
 
@@ -34,7 +34,10 @@
 
 namespace {
 
-constexpr int BLOCK = 32, COLUMNS = 16, MOST_ROWS = 16;
+using namespace lanes;
+
+constexpr int BLOCK = 32, COLUMNS = LANES, VECTOR = 4 * LANES;  // bytes of a vector
+constexpr int MOST_ROWS = REGISTERS == 32 ? 16 : 4;
 constexpr int AHEAD = 4096;  // bytes of weights asked for in advance: hardware follows a stream only within a page
 constexpr size_t ROW_BYTES = BLOCK + 4 * 4;  // quantized: values, scale, scaled sum, two starts
 
@@ -43,13 +46,13 @@ enum Second { NOTHING, MINIMUM, SCALE };
 struct Layout {
     int bits, scale_bytes;
     Second second;
-    int zero;
-    constexpr int values() const { return bits == 4 ? 256 : 512; }
+    int zero, largest;
+    constexpr int values() const { return BLOCK * COLUMNS * bits / 8; }
     constexpr int block_bytes() const { return values() + COLUMNS * scale_bytes * (second == NOTHING ? 1 : 2); }
 };
 
-constexpr Layout LAYOUTS[] = {{4, 2, NOTHING, 8}, {4, 2, MINIMUM, 0}, {8, 2, NOTHING, 128},
-                              {4, 4, MINIMUM, 0}, {8, 4, MINIMUM, 0}, {8, 4, SCALE, 32}};
+constexpr Layout LAYOUTS[] = {{4, 2, NOTHING, 8, 15}, {4, 2, MINIMUM, 0, 15}, {8, 2, NOTHING, 128, 255},
+                              {4, 4, MINIMUM, 0, 15}, {8, 4, MINIMUM, 0, 31}, {8, 4, SCALE, 32, 63}};
 
 // A type of the file: layout, values and bytes of its blocks.
 struct Type {
@@ -73,26 +76,35 @@ Type type_of(int64_t format) {
 
 // One row `x[k]` into row `r` of a tile of `rows` rows.
 void quantize_row(const float* x, long blocks, uint8_t* tile, int rows, int r, const Layout& layout) {
+    constexpr int VECTORS = BLOCK / LANES;
     const size_t stride = ROW_BYTES * rows;
     uint8_t* q = tile + size_t(r) * BLOCK;
     float* scales = reinterpret_cast<float*>(tile + size_t(rows) * BLOCK) + r;
     for (long b = 0; b < blocks; ++b, x += BLOCK, q += stride, scales += stride / 4) {
-        const __m512 lo = _mm512_loadu_ps(x), hi = _mm512_loadu_ps(x + 16);
-        const float most = tiles::largest(_mm512_max_epi32(tiles::magnitude(lo), tiles::magnitude(hi)));
-        const float d = most / 127.0f;
-        const __m512 inverse = _mm512_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
-        const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(lo, inverse));
-        const __m512i c = _mm512_cvtps_epi32(_mm512_mul_ps(hi, inverse));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(a));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtsepi32_epi8(c));
-        const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
-        int starts[2] = {-layout.zero * sum, 0};
+        Floats v[VECTORS];
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS; ++i) v[i] = load(x + i * LANES);
+        Ints most = magnitude(v[0]);
+#pragma GCC unroll 4
+        for (int i = 1; i < VECTORS; ++i) most = max(most, magnitude(v[i]));
+        const float largest = largest_float(most);
+        const float d = largest / 127.0f;
+        const Floats inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
+        Ints half[2] = {splat(0), splat(0)};  // sums of the first 16 and of the last
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS; ++i) {
+            const Ints rounded = to_ints(mul(v[i], inverse));
+            store_bytes(q + i * LANES, rounded);
+            half[i / (VECTORS / 2)] = add(half[i / (VECTORS / 2)], rounded);
+        }
+        const int all = sum(add(half[0], half[1]));
+        int starts[2] = {-layout.zero * all, 0};
         if (layout.second == SCALE) {
-            starts[0] = -layout.zero * _mm512_reduce_add_epi32(a);
-            starts[1] = -layout.zero * sum - starts[0];
+            starts[0] = -layout.zero * sum(half[0]);
+            starts[1] = -layout.zero * all - starts[0];
         }
         scales[0] = d;
-        scales[rows] = d * float(sum);
+        scales[rows] = d * float(all);
         std::memcpy(&scales[2 * rows], &starts[0], 4);
         std::memcpy(&scales[3 * rows], &starts[1], 4);
     }
@@ -100,76 +112,76 @@ void quantize_row(const float* x, long blocks, uint8_t* tile, int rows, int r, c
 
 // --- one tile -------------------------------------------------------------------------------------
 
-inline __m512 load_scales(const uint8_t* at, int bytes) {
-    if (bytes == 4) return _mm512_loadu_ps(at);
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+inline Floats load_scales(const uint8_t* at, int bytes) { return bytes == 4 ? load(at) : load_halves(at); }
+
+// The weights of input group `i` of the block at `w`, a byte each.
+template <int BITS>
+inline Ints group_of(const uint8_t* w, int i) {
+    if constexpr (BITS == 8) return load_ints(w + VECTOR * i);
+    const Ints both = load_ints(w + VECTOR * (i / 2));
+    return i % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
 }
 
 template <int L, int R>
-void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias, float* out, long ldo, __mmask16 mask) {
+void multiply(const uint8_t* x, const uint8_t* w, long blocks, const float* bias, float* out, long ldo, Mask mask) {
     constexpr Layout layout = LAYOUTS[L];
-    constexpr int HALVES = layout.second == SCALE ? 2 : 1;  // int32 sums per block
-    constexpr int MOST = HALVES == 2 ? 4 : 8;
+    constexpr int HALVES = layout.second == SCALE ? 2 : 1;  // integer sums per block
+    constexpr int MOST = REGISTERS / (4 * HALVES);
     constexpr int GROUP = (R + (R + MOST - 1) / MOST - 1) / ((R + MOST - 1) / MOST);  // rows whose sums are in flight together
-    __m512 acc[R];
-    const __m512 start = bias ? _mm512_maskz_loadu_ps(mask, bias) : _mm512_setzero_ps();
+    constexpr bool HELD = REGISTERS == 32;  // a block's weights stay in registers while groups of rows take turns
+    Floats acc[R];
+    const Floats start = bias ? load(bias, mask) : zeros();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r] = start;
-    const __m512i nibble = _mm512_set1_epi8(15);
     for (long b = 0; b < blocks; ++b) {
-        __m512i v[8];
-        if constexpr (layout.bits == 8) {
+        Ints v[8];
+        if constexpr (HELD) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) v[i] = _mm512_loadu_si512(w + 64 * i);
-        } else {
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) {
-                const __m512i both = _mm512_loadu_si512(w + 64 * i);
-                v[2 * i] = _mm512_and_si512(both, nibble);
-                v[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-            }
+            for (int i = 0; i < 8; ++i) v[i] = group_of<layout.bits>(w, i);
         }
-        const __m512 d = load_scales(w + layout.values(), layout.scale_bytes);
-        __m512 second = d;
+        const Floats d = load_scales(w + layout.values(), layout.scale_bytes);
+        Floats second = d;
         if constexpr (layout.second != NOTHING)
             second = load_scales(w + layout.values() + COLUMNS * layout.scale_bytes, layout.scale_bytes);
         for (int line = 0; line < layout.block_bytes(); line += 64)
             _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + line, _MM_HINT_T0);
-        w += layout.block_bytes();
         const float* scales = reinterpret_cast<const float*>(x + R * BLOCK);
         const int* starts = reinterpret_cast<const int*>(scales + 2 * R);
 #pragma GCC unroll 16
         for (int first = 0; first < R; first += GROUP) {
-            __m512i dot[HALVES][GROUP];
+            Dot<layout.largest> dot[HALVES][GROUP];
 #pragma GCC unroll 8
             for (int r = 0; r < GROUP; ++r)
                 if (first + r < R) {
-                    dot[0][r] = layout.zero ? _mm512_set1_epi32(starts[first + r]) : _mm512_setzero_si512();
-                    if constexpr (HALVES == 2) dot[1][r] = _mm512_set1_epi32(starts[R + first + r]);
+                    dot[0][r].start(layout.zero ? starts[first + r] : 0);
+                    if constexpr (HALVES == 2) dot[1][r].start(starts[R + first + r]);
                 }
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < 8; ++i) {
+                const Ints weights = HELD ? v[i] : group_of<layout.bits>(w, i);
 #pragma GCC unroll 8
                 for (int r = 0; r < GROUP; ++r)
-                    if (first + r < R) tiles::dot4(dot[HALVES == 2 ? i / 4 : 0][r], v[i], x + (first + r) * BLOCK + 4 * i);
+                    if (first + r < R) dot[HALVES == 2 ? i / 4 : 0][r].add(i, weights, x + (first + r) * BLOCK + 4 * i);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < GROUP; ++r)
                 if (first + r < R) {
-                    const __m512 row = _mm512_set1_ps(scales[first + r]);
-                    acc[first + r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[0][r]), row), d, acc[first + r]);
+                    const Floats row = splat(scales[first + r]);
+                    acc[first + r] = fma(mul(to_floats(dot[0][r].sum), row), d, acc[first + r]);
                     if constexpr (HALVES == 2)
-                        acc[first + r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[1][r]), row), second, acc[first + r]);
+                        acc[first + r] = fma(mul(to_floats(dot[1][r].sum), row), second, acc[first + r]);
                     if constexpr (layout.second == MINIMUM)
-                        acc[first + r] = _mm512_fmadd_ps(second, _mm512_set1_ps(scales[R + first + r]), acc[first + r]);
+                        acc[first + r] = fma(second, splat(scales[R + first + r]), acc[first + r]);
                 }
         }
         x += R * ROW_BYTES;
+        w += layout.block_bytes();
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) _mm512_mask_storeu_ps(out + r * ldo, mask, acc[r]);
+    for (int r = 0; r < R; ++r) store(out + r * ldo, mask, acc[r]);
 }
 
-using Multiply = void (*)(const uint8_t*, const uint8_t*, long, const float*, float*, long, __mmask16);
+using Multiply = void (*)(const uint8_t*, const uint8_t*, long, const float*, float*, long, Mask);
 using Kernels = std::array<Multiply, MOST_ROWS>;
 
 template <int L, size_t... I>
@@ -239,8 +251,8 @@ void pack_block(int64_t format, const uint8_t* file, int b, uint8_t* panel, int 
     const Values v = unpack(format, file, b);
     for (int i = 0; i < BLOCK; ++i) {
         const int group = i / 4;
-        if (layout.bits == 8) panel[group * 64 + column * 4 + i % 4] = v.q[i];
-        else panel[group / 2 * 64 + column * 4 + i % 4] |= uint8_t(v.q[i] << (group % 2 * 4));
+        if (layout.bits == 8) panel[group * VECTOR + column * 4 + i % 4] = v.q[i];
+        else panel[group / 2 * VECTOR + column * 4 + i % 4] |= uint8_t(v.q[i] << (group % 2 * 4));
     }
     uint8_t* scales = panel + layout.values() + column * layout.scale_bytes;
     if (layout.scale_bytes == 2) {  // as in the file
@@ -281,7 +293,7 @@ void tiles::multiply_blocks(const Weight& w, const Product& p) {
             const long column = panel * COLUMNS, start = rows.start(tile);
             kernels[rows.height(tile) - 1](quantized + row_bytes * start, w.data + panel * panel_bytes, blocks,
                                            w.bias ? w.bias + column : nullptr, p.out + start * p.ldo + column, p.ldo,
-                                           columns_mask(w.n - column));
+                                           some(w.n - column));
         });
     });
 }
@@ -324,8 +336,8 @@ void tw_blocks_rows(int64_t format, const uint8_t* packed, int64_t k, const int6
             const float m = layout.second == MINIMUM ? scales[1] : 0.0f;
             for (int i = 0; i < BLOCK; ++i) {
                 const int group = i / 4;
-                const int q = layout.bits == 8 ? panel[group * 64 + column * 4 + i % 4]
-                                               : panel[group / 2 * 64 + column * 4 + i % 4] >> (group % 2 * 4) & 15;
+                const int q = layout.bits == 8 ? panel[group * VECTOR + column * 4 + i % 4]
+                                               : panel[group / 2 * VECTOR + column * 4 + i % 4] >> (group % 2 * 4) & 15;
                 *out++ = scales[layout.second == SCALE ? i / 16 : 0] * float(q - layout.zero) + m;
             }
         }

@@ -18,10 +18,7 @@
 #include <omp.h>
 #endif
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
-#define TW_GEMM 1
-#include <immintrin.h>
-#endif
+#include "lanes.h"
 
 namespace tiles {
 
@@ -109,31 +106,6 @@ inline void share(long panels, size_t panel_bytes, const RowTiles& rows, int thr
         for (long r = first_row; r < last_row; ++r)
             for (long i = p; i < std::min(last, p + group); ++i) tile(i, r);
 }
-
-#ifdef TW_GEMM
-// Magnitudes, and the largest of them. Compared as integers, so that what is not a number is the largest: it has to reach
-// the result.
-inline __m512i magnitude(__m512 a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
-inline float largest(__m512i magnitudes) {
-    const int bits = _mm512_reduce_max_epi32(magnitudes);
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-// sum += unsigned bytes of a * signed bytes of b, four neighbours into each 32-bit lane. Written in assembly because
-// compilers copy the sum of the intrinsic around, which costs more than the product.
-inline void dot4(__m512i& sum, __m512i a, __m512i b) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
-
-// The same with the four bytes at `b` in every lane.
-inline void dot4(__m512i& sum, __m512i a, const uint8_t* b) {
-    typedef int __attribute__((may_alias)) Word;
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*reinterpret_cast<const Word*>(b)));
-}
-#endif
-
-// Bits of the columns of a vector of 16 that exist when `left` columns remain.
-inline uint16_t columns_mask(long left) { return left >= 16 ? 0xffff : left <= 0 ? 0 : uint16_t((1u << left) - 1); }
 
 // `work(first, last)` on this thread's share of `count` items.
 template <class Work>

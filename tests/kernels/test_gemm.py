@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -37,12 +39,14 @@ def _inputs(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.randn(n, k, generator=generator) * 0.05, torch.randn(n, generator=generator)
 
 
-def _blocks(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """(blocks of random bytes as in a file, [n, k] the values they stand for in float64); k in whole blocks."""
+def _blocks(kind: str, n: int, k: int, fill: int | None = None) -> tuple[Tensor, Tensor]:
+    """(blocks of random bytes, or of `fill`, as in a file, [n, k] the values they stand for in float64); k in whole blocks."""
     ggml = GGMLQuantizationType[kind]
     values, width = GGML_QUANT_SIZES[ggml]
     generator = np.random.default_rng(n + k)
     data = generator.integers(0, 256, (n, k // values, width), dtype=np.uint8)
+    if fill is not None:
+        data[:] = fill
     scales = generator.uniform(-0.01, 0.02, (n, k // values, 2)).astype(np.float16)
     if kind == "Q6_K":
         data[..., 208:] = scales[..., :1].copy().view(np.uint8)
@@ -71,6 +75,52 @@ def test_blocks(kind: str, m: int, n: int, k: int) -> None:
     half_step = x.double().view(m, -1, 32).abs().amax(-1) / 254.0
     bound = half_step @ values.view(n, -1, 32).abs().sum(-1).T
     assert (error <= 1.001 * bound + 1e-5 * bound.amax()).all()
+
+
+def _one_sign(k: int) -> Tensor:
+    """Rows whose values are all rounded to the largest int8: of one sign, of the other and of both."""
+    x = torch.ones(3, k)
+    x[1], x[2, ::2] = -1.0, -1.0
+    return x
+
+
+@pytest.mark.parametrize("kind", sorted(gemm.BLOCK_FORMATS))
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+def test_blocks_of_the_largest_values(kind: str, byte: int) -> None:
+    """Products are exact: what sums them in 16 bits must hold the largest of them."""
+    x = _one_sign(512)
+    data, values = _blocks(kind, 9, 512, byte)
+    error = (gemm.pack_blocks(kind, data, gemm.Arena())(x) - gemm.blocks_reference(x.double(), values)).abs()
+    assert (error <= FLOAT32 * (x.abs().double() @ values.abs().T)).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_int8_of_the_largest_values(sign: float) -> None:
+    x, weight = _one_sign(2048), torch.full((9, 2048), sign)
+    assert torch.equal(
+        gemm.pack_int8(weight, gemm.Arena())(x), gemm.int8_reference(x.double(), weight.double()).float()
+    )
+
+
+def test_both_instruction_sets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if gemm.instructions() != "AVX-512 VNNI":
+        pytest.skip("this CPU has no AVX-512 VNNI to compare AVX2 with")
+    kinds = [(kind, _blocks(kind, 37, 256)[0]) for kind in sorted(gemm.BLOCK_FORMATS)]
+    x, weight, bias = _inputs(19, 37, 256)
+
+    def products() -> list[Tensor]:
+        packed = [gemm.pack_blocks(kind, data, gemm.Arena(), bias) for kind, data in kinds]
+        packed += [pack(weight, gemm.Arena(), bias) for pack in (gemm.pack_bf16, gemm.pack_int8)]
+        return [one(x) for one in packed]
+
+    wide = products()
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-mno-avx512f"))
+    narrow, why = native.build(tmp_path)
+    assert narrow is not None, why
+    monkeypatch.setattr(native, "_library", narrow)
+    assert gemm.instructions() == "AVX2"
+    for one, other in zip(wide, products(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", sorted(gemm.BLOCK_FORMATS))

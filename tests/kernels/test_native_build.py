@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import shutil
 import stat
 import subprocess
 import sys
@@ -79,6 +81,16 @@ def test_refused_flags_are_left_out(tmp_path: Path) -> None:
     again, _ = native.build(tmp_path / "cache", (picky,))
     assert again is not None
     assert again.path == library.path
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these instructions are of x86")
+@pytest.mark.parametrize("cpu", ["cascadelake", "haswell", "x86-64"])
+def test_products_compile_for_other_cpus(cpu: str) -> None:
+    """AVX-512 VNNI, AVX2 and neither: a machine runs one of them."""
+    compiler = next(found for name in native.COMPILERS if (found := shutil.which(name)))
+    for source in Path(native.__file__).parent.glob("gemm*.cpp"):
+        command = [compiler, "-std=c++17", f"-march={cpu}", "-fsyntax-only", str(source)]
+        assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
 
 
 @pytest.mark.parametrize("left", [0, 5000])

@@ -195,7 +195,10 @@ def test_engine_counts_what_it_holds(smollm2_gguf: Path) -> None:
         norms = (2 * 30 + 1) * 576 * 4
         held = 30 * sum(linear.nbytes for linear in linears) + engine.model.lm_head.nbytes + norms
         assert held == pytest.approx(engine.setup.model.weight_bytes(), rel=1e-6)
-        assert "Q4_1 (120), Q8_0 (1)" in engine.setup.reasons["quantizer"]
+        assert (
+            f"Q4_1 (120), Q8_0 (1) on the native kernels ({gemm.instructions()})" in engine.setup.reasons["quantizer"]
+        )
+        assert engine.environment()["packed_products"] == gemm.instructions() != ""
     finally:
         engine.close()
 
