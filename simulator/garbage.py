@@ -39,4 +39,4 @@ def collected_rarely() -> Iterator[None]:
                 gc.set_threshold(*_before)
 
 
-__all__ = ["collected_rarely"]
+__all__ = ["RARELY", "collected_rarely"]

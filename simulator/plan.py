@@ -12,20 +12,22 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry, default_registry
-from twinfer.simulator.plan_answer import Answer, Fleet, fleet_of, front_of, ranked, sentence_of
+from twinfer.simulator.plan_answer import Answer, Fleet, fleet_of, front_of, price_rank, ranked, sentence_of
 from twinfer.simulator.plan_changes import cases_of, changes_of
 from twinfer.simulator.plan_designs import sorted_by_device
 from twinfer.simulator.plan_drive import Drive, OnProgress
+from twinfer.simulator.plan_edge import Search
 from twinfer.simulator.plan_file import Plan, read_plan
 from twinfer.simulator.plan_neighbours import cheaper_fleets
 from twinfer.simulator.plan_pool import open_pool
-from twinfer.simulator.plan_search import Found, confirm_device, drawn, finish_whole, screen_device
+from twinfer.simulator.plan_search import Found, confirm_device, drawn, finish_device, screen_device
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import FLEET, PROOF, Evaluator, Outcome, ShouldStop, Trial
 
@@ -86,14 +88,10 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
     chosen = _cheapest(screened, evaluator)
     ended: dict[str, Found] = drive.run({n: confirm_device(screened[n], question, evaluator) for n in chosen})
     found = {name: ended.get(name, f) for name in groups if (f := screened.get(name)) is not None}  # in order
-    for item in found.values():
-        result.verdicts |= item.verdicts
     rate = evaluator.demand.rate
     fleets, proof = _proved(evaluator, drive, found)
-    if fleets and not drive.stopped:  # what is said of the answer is said of its whole fleet
-        best = found[fleets[0].device]
-        drive.run({best.device: finish_whole(best, question, evaluator)})
-        fleets[0] = fleet_of(best, question, evaluator.devices[best.device], rate)
+    for item in found.values():
+        result.verdicts |= item.verdicts
     front = front_of(fleets, question.goals)
     fleets = [replace(fleet, on_front=i in front) for i, fleet in enumerate(fleets)]
     done = not drive.stopped
@@ -126,28 +124,41 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
 def _proved(evaluator: Evaluator, drive: Drive, found: dict[str, Found]) -> tuple[list[Fleet], Outcome | None]:
     """The fleets found, best first; the best one keeps its promises on all of the traffic, as its outcome there says.
 
-    One that does not is searched again with more replicas, until the best one does; None when all traffic was used.
+    One that does not is searched again with more replicas, until the best one does; None when all traffic was used. What is
+    said of the answer (goodput, band) is said of its whole fleet, of the others by some of their replicas.
     """
     question, rate = evaluator.question, evaluator.demand.rate
+
+    def told_of(searched: Iterable[Found]) -> list[Fleet]:
+        return ranked(fleet_of(f, question, evaluator.devices[f.device], rate) for f in searched)
+
+    def finish(searched: Iterable[Found]) -> dict[str, Search[Any]]:
+        return {f.device: finish_device(f, question, evaluator) for f in searched if not f.loads}
+
     while True:
-        good = {name: f for name, f in found.items() if f.design is not None}
-        fleets = ranked(fleet_of(f, question, evaluator.devices[name], rate) for name, f in good.items())
+        good = [f for f in found.values() if f.design is not None]
+        fleets = told_of(good)
         if not fleets:
             return fleets, None
+        if len(fleets) > 1 and price_rank(fleets[0]) == price_rank(fleets[1]):  # the one with the most room comes first
+            drive.run(finish(found[f.device] for f in fleets if price_rank(f) == price_rank(fleets[0])))
+            fleets = told_of(good)
         best = found[fleets[0].device]
         assert best.design is not None
         level = evaluator.level(PROOF, best.replicas)
-        if level == FLEET:
-            return fleets, None
         trial = Trial(design=best.design.index, replicas=best.replicas, level=level)
-        proving = {"proof": drawn(trial, evaluator.looks(level, best.design, best.replicas), question.goals)}
-        told = drive.run({**cases_of(evaluator, best), **proving})  # side by side: what is found is remembered
+        proving = drawn(trial, evaluator.looks(level, best.design, best.replicas), question.goals)
+        others = [f for f in good if f is not best]
+        told = drive.run({  # side by side, what takes longest first: what is found is remembered
+            **({} if level == FLEET else {"proof": proving}), best.device: finish_device(best, question, evaluator, whole=True),
+            **finish(others), **cases_of(evaluator, best),
+        })  # fmt: skip
         proof: Outcome | None = told.get("proof", [None])[0]
         if proof is None or proof.keeps(question.goals):
-            return fleets, proof
+            return told_of([best]) + told_of(others), proof
         again = drive.run({best.device: confirm_device(best, question, evaluator)})
         if not again:  # stopped
-            return fleets[1:], None
+            return told_of(others), None
 
 
 def _less(answer: Answer, fleets: list[Fleet]) -> str:

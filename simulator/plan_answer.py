@@ -187,12 +187,14 @@ def front_of(fleets: Sequence[Fleet], goals: Sequence[Goal]) -> set[int]:
     }  # fmt: skip
 
 
+def price_rank(fleet: Fleet) -> tuple[bool, float]:
+    """Cheaper first; fleets without a price behind those that have one, by number of devices."""
+    return (fleet.cost_per_hour is None, fleet.cost_per_hour or fleet.num_devices)
+
+
 def ranked(fleets: Iterable[Fleet]) -> list[Fleet]:
-    """Cheapest first; those without a price behind them, by number of devices."""
-    return sorted(
-        fleets,
-        key=lambda f: (f.cost_per_hour is None, f.cost_per_hour or f.num_devices, -f.headroom, f.device),
-    )
+    """As `price_rank`; among equals the one with the most room first."""
+    return sorted(fleets, key=lambda f: (price_rank(f), -f.headroom, f.device))
 
 
 def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, complete: bool, less: str = "") -> str:
@@ -233,4 +235,4 @@ def _time(seconds: float | None) -> str:
     return "not served" if seconds is None else time_of(seconds)
 
 
-__all__ = ["Answer", "Fleet", "fleet_of", "front_of", "next_limit", "ranked", "sentence_of"]
+__all__ = ["Answer", "Fleet", "fleet_of", "front_of", "next_limit", "price_rank", "ranked", "sentence_of"]

@@ -16,20 +16,20 @@ from twinfer.simulator.plan_trial import FLEET, Evaluator, Outcome, Trial
 
 def cases_of(evaluator: Evaluator, best: Found) -> dict[str, Search[Any]]:
     """Searches for the replicas of the best design that are needed when something is different."""
-    question, design, n = evaluator.question, best.design, best.replicas
-    assert design is not None and best.outcome is not None
+    question = evaluator.question
+    assert best.outcome is not None
     looser = tuple(g.scaled(1.2) for g in question.goals)
     tighter = tuple(g.scaled(0.8) for g in question.goals)
     width = 1 + Z80 * best.outcome.sigma
     return {
         "traffic +20 %" if question.workload.concurrency is None else "clients +20 %": needed(
-            design, n, question, question.goals, evaluator, load=1.2
+            best, question, question.goals, evaluator, load=1.2
         ),
-        "memory bandwidth -10 %": needed(design, n, question, question.goals, evaluator, bandwidth=0.9),
-        "promises 20 % tighter": needed(design, n, question, tighter, evaluator),
-        "promises 20 % looser": needed(design, n, question, looser, evaluator),
+        "memory bandwidth -10 %": needed(best, question, question.goals, evaluator, bandwidth=0.9),
+        "promises 20 % tighter": needed(best, question, tighter, evaluator),
+        "promises 20 % looser": needed(best, question, looser, evaluator, easier=True),
         f"steps {100 * (width - 1):.0f} % slower (end of the 80 % band)": needed(
-            design, n, question, question.goals, evaluator, steps=width
+            best, question, question.goals, evaluator, steps=width
         ),
     }
 

@@ -18,6 +18,7 @@ from twinfer.simulator.plan_search import Found, Search
 from twinfer.simulator.plan_trial import ASSESS, Evaluator, Outcome, ShouldStop, Trial
 
 WRITE_EVERY_S = 2.0
+WRITE_RARELY = 100  # times as long as it took, until the file is written again
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 
 
@@ -34,9 +35,9 @@ class Drive:
         self.asked: set[str] = set()
         self._passed: set[tuple[str, str]] = set()  # (search, stage)
         num = len({d.device for d in evaluator.designs})
-        self._total = 2 * num + 2 * min(num, evaluator.question.top) + 1
+        self._total = 2 * num + 3 * min(num, evaluator.question.top)
         self._ended = 0
-        self._wrote = time.monotonic()
+        self._wrote, self._pause = time.monotonic(), WRITE_EVERY_S
         self._best = ""
         self.stopped = False
 
@@ -100,9 +101,11 @@ class Drive:
         )
 
     def _write(self) -> None:
-        if self._out is not None and time.monotonic() - self._wrote >= WRITE_EVERY_S:
+        begin = time.monotonic()
+        if self._out is not None and begin - self._wrote >= self._pause:
             self._result.write(self._out)
             self._wrote = time.monotonic()
+            self._pause = max(WRITE_EVERY_S, WRITE_RARELY * (self._wrote - begin))
 
 
 __all__ = ["Drive", "OnProgress"]

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 from twinfer.core.errors import ConfigError, EngineError
 from twinfer.core.registry import Registry, set_default_registry
+from twinfer.simulator.garbage import RARELY
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import Evaluator, Outcome, ShouldStop, Trial
 
@@ -82,6 +84,8 @@ def _start_child(question: dict[str, Any], recipe: tuple[Any, ...], stopped: Any
     registry = Registry(*recipe)
     set_default_registry(registry)
     _evaluator = Evaluator(Question.from_plain(question), registry)
+    gc.freeze()  # the traffic stays, so it need not be looked through again and again
+    gc.set_threshold(*RARELY)
 
 
 def _answer(trial: Trial) -> Outcome | None:

@@ -9,7 +9,8 @@ On one device type, where cost is the number of devices:
     finish                  goodput at the SLO by bisection over the rate (of a closed loop, over its clients) and the 80 % band,
                             with some replicas of the fleet (of the answer, with all), in several draws of the traffic
 
-Assumption: more replicas never break a promise that fewer keep, and more traffic never mends one.
+Assumption: more replicas never break a promise that fewer keep, and what is harder (more traffic, slower steps, less bandwidth,
+a tighter promise) never mends one. So the fewest replicas as things are is a bound on those that a harder case needs.
 
 Invariants
 * What a search asks for depends on what it was told alone, so it takes the same path with any number of processes,
@@ -20,17 +21,15 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol
 
 from twinfer.core.goal import Goal
 from twinfer.simulator.plan_designs import Design
+from twinfer.simulator.plan_edge import Search, load_factor, smallest
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, SCREEN, Outcome, Trial
-
-T = TypeVar("T")
-Search: TypeAlias = Generator[list[Trial], list[Outcome], T]
 
 
 class Scope(Protocol):
@@ -62,7 +61,6 @@ Z80 = 1.2816  # half width of the middle 80 % of a normal, in standard deviation
 FINALISTS = 2  # screened designs of a device that are confirmed
 MOST_LOAD = 16.0  # times the traffic, up to which a promise that breaks is looked for
 CLOSE = 1.03  # ratio of the loads between which the goodput is left
-FIRST_LOAD = 4  # the first load that is tried: so many such ratios above the traffic
 
 
 @dataclass(slots=True)
@@ -115,42 +113,6 @@ class Found:
         return self.replicas * self.design.num_devices if self.design is not None else 0
 
 
-def smallest(low: int, high: int, start: int, test: Callable[[int], Search[bool]]) -> Search[int | None]:
-    """The smallest n in [low, high] that passes `test`, looked for around `start`; None when even `high` fails.
-
-    Assumes that what passes goes on passing for every larger n.
-    """
-    if low > high:
-        return None
-    start = min(max(start, low), high)
-    step = 1
-    if (yield from test(start)):
-        good, bad = start, low - 1
-        while good - bad > 1:
-            n = max(bad + 1, good - step)
-            if not (yield from test(n)):
-                bad = n
-                break
-            good, step = n, 2 * step
-    else:
-        good, bad = high + 1, start
-        while good > high:
-            if bad == high:
-                return None
-            n = min(high, bad + step)
-            if (yield from test(n)):
-                good = n
-            else:
-                bad, step = n, 2 * step
-    while good - bad > 1:
-        middle = (good + bad) // 2
-        if (yield from test(middle)):
-            good = middle
-        else:
-            bad = middle
-    return good
-
-
 def screen_device(device: str, designs: Sequence[Design], question: Question, scope: Scope) -> Search[Found]:
     """Every design of `device` assessed and screened; `found.screened` are those that may keep the promises."""
     found = Found(device=device, verdicts=dict.fromkeys((d.key for d in designs), ""))
@@ -159,7 +121,7 @@ def screen_device(device: str, designs: Sequence[Design], question: Question, sc
 
 
 def confirm_device(found: Found, question: Question, scope: Scope) -> Search[Found]:
-    """The cheapest confirmed fleet among what was screened, with its goodput and band.
+    """The cheapest confirmed fleet among what was screened.
 
     A fleet that is there already is not good enough: more replicas of its design are needed.
     """
@@ -167,10 +129,8 @@ def confirm_device(found: Found, question: Question, scope: Scope) -> Search[Fou
         if candidate.design is found.design:
             candidate.fewest = found.replicas + 1
             candidate.replicas = max(candidate.replicas, candidate.fewest)
-    found.design = found.outcome = None
+    found.design, found.outcome, found.load, found.loads = None, None, 1.0, []
     yield from _confirm(found, found.screened, question, scope)
-    if found.design is not None:
-        yield from _finish(found, question, scope)
     return found
 
 
@@ -220,7 +180,7 @@ def _confirm(found: Found, screened: Sequence[Screened], question: Question, sco
             continue
         seen = _Asked(design, question, scope, FLEET)
         start = candidate.replicas if best is None else cap
-        n = yield from smallest(candidate.fewest, cap, start, seen.keeps)
+        n = yield from smallest(candidate.fewest, cap, start, seen.keeps, seen.near)
         if n is None:
             found.verdicts[design.key] = seen.why(cap)
             continue
@@ -240,17 +200,12 @@ def _confirm(found: Found, screened: Sequence[Screened], question: Question, sco
         found.draws = best.draws
 
 
-def finish_whole(found: Found, question: Question, scope: Scope) -> Search[Found]:
-    """Goodput and band of `found` with all of its replicas."""
-    yield from _finish(found, question, scope, FLEET)
-    return found
-
-
-def _finish(found: Found, question: Question, scope: Scope, name: str = REPLICA) -> Search[None]:
+def finish_device(found: Found, question: Question, scope: Scope, whole: bool = False) -> Search[Found]:
+    """Goodput and band of the fleet of `found`, by some of its replicas, or by all when it is looked at as a `whole`."""
     design, n = found.design, found.replicas
     assert design is not None and found.outcome is not None
     width = 1 + Z80 * found.outcome.sigma
-    view = scope.level(name, n)
+    view = scope.level(FLEET if whole else REPLICA, n)
     found.share = scope.share(view, n)
     seeds = range(scope.looks(view, design, n))
     ends = yield [
@@ -259,19 +214,28 @@ def _finish(found: Found, question: Question, scope: Scope, name: str = REPLICA)
         for seed in seeds
     ]
     found.slow, found.fast = ends[: len(seeds)], ends[len(seeds) :]
-    found.loads, start, least = [], FIRST_LOAD, math.inf
+    first_break = _beyond(0, found.outcome, question.goals)
+    loads, start, least = [], 1 if first_break is None else math.floor(first_break), math.inf
     for seed in seeds:
         top = math.floor(math.log(min(MOST_LOAD, scope.most_load), CLOSE))
         look = _Loaded(design, n, view, seed, question.goals, scope)
-        first = yield from smallest(1, top, start, look.breaks)
+        first = yield from smallest(1, top, start, look.breaks, look.near)
         steps = top if first is None else first - 1  # at 0 it carries what it was confirmed with
         load = look.load(steps) if steps else 1.0
-        found.loads.append(load)
+        loads.append(load)
         if load < least:
             least, found.load = load, load
             found.breaks = None if first is None else look.outcomes[first]
             found.at_load = look.outcomes.get(steps)
         start = max(1, steps)
+    found.loads = loads
+    return found
+
+
+def _beyond(k: float, outcome: Outcome, goals: Sequence[Goal]) -> float | None:
+    """Where about, in ratios `CLOSE` of the load, a promise breaks whose outcome at `k` is this."""
+    factor = load_factor(outcome, goals)
+    return None if factor is None else k + math.log(factor, CLOSE)
 
 
 class _Loaded:
@@ -294,6 +258,9 @@ class _Loaded:
         self.outcomes[k] = outcome
         return not outcome.keeps(self._goals)
 
+    def near(self, k: int) -> float | None:
+        return _beyond(k, self.outcomes[k], self._goals)
+
 
 def drawn(trial: Trial, seeds: int, goals: Sequence[Goal]) -> Search[list[Outcome]]:
     """Outcomes of `trial` in every draw of the traffic, the one nearest to a limit first; the first alone when it fails."""
@@ -305,19 +272,30 @@ def drawn(trial: Trial, seeds: int, goals: Sequence[Goal]) -> Search[list[Outcom
 
 
 def needed(
-    design: Design, start: int, question: Question, goals: Sequence[Goal], scope: Scope, *,
-    load: float = 1.0, steps: float = 1.0, bandwidth: float = 1.0,
+    found: Found, question: Question, goals: Sequence[Goal], scope: Scope, *,
+    load: float = 1.0, steps: float = 1.0, bandwidth: float = 1.0, easier: bool = False,
 ) -> Search[int | None]:  # fmt: skip
-    """Replicas of `design` that keep `goals` when something is different; None when none of the allowed fleets does."""
+    """Replicas of the design of `found` that keep `goals` when something is different; None when none of the allowed fleets
+    does. easier: a difference that helps; by others it needs no fewer than without them."""
+    design, n = found.design, found.replicas
+    assert design is not None and found.outcome is not None
+    outcomes: dict[int, Outcome] = {}
 
     def keeps(n: int) -> Search[bool]:
         trial = Trial(
             design=design.index, replicas=n, level=FLEET, load=scope.snapped(load), steps=steps, bandwidth=bandwidth
         )
-        outcomes = yield from drawn(trial, scope.looks(FLEET, design, n), goals)
-        return outcomes[0].keeps(goals)
+        told = yield from drawn(trial, scope.looks(FLEET, design, n), goals)
+        outcomes[n] = told[0]
+        return told[0].keeps(goals)
 
-    return (yield from smallest(1, question.max_replicas, start, keeps))
+    def near(n: int) -> float | None:
+        factor = load_factor(outcomes[n], goals)
+        return None if factor is None else n / factor
+
+    factor = load_factor(found.outcome, goals) or 1.0
+    low, high = (1, n) if easier else (n, question.max_replicas)
+    return (yield from smallest(low, high, round(n * load * steps / bandwidth / factor), keeps, near))
 
 
 class _Asked:
@@ -334,6 +312,10 @@ class _Asked:
         self.draws[n] = yield from drawn(trial, self.scope.looks(level, self.design, n), goals)
         self.outcomes[n] = self.draws[n][0]
         return self.outcomes[n].keeps(goals)
+
+    def near(self, n: int) -> float | None:
+        factor = load_factor(self.outcomes[n], self.question.goals)
+        return None if factor is None else n / factor
 
     def why(self, n: int) -> str:
         """Why `n` replicas are not enough."""
@@ -376,7 +358,7 @@ __all__ = [
     "Search",
     "confirm_device",
     "drawn",
-    "finish_whole",
+    "finish_device",
     "needed",
     "screen_device",
     "smallest",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from twinfer.core.goal import Goal, kept, most_late, statistic_of, values_of
+from twinfer.core.plan import PlanStats
 from twinfer.core.records import RequestRecord, RunRecord, StepRecord
 from twinfer.core.work import RowShape, StepShape
 from twinfer.simulator.energy import StepParts, power_watts, step_parts
@@ -108,10 +109,11 @@ class Watch:
         return False
 
 
-class Tally:
-    """Sums over the replicas of a trial."""
+class TrialTally:
+    """Sums over the replicas of a trial. most_rows: that one rank may run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_rows: int) -> None:
+        self.most_rows = most_rows
         self.requests: list[RequestRecord] = []
         self.every, self.queued = Sums(), Sums()
         self.preemptions = 0
@@ -120,24 +122,49 @@ class Tally:
         self.sigma = 0.0
 
     def add(self, record: RunRecord, sigma: float) -> None:
+        """A replica's requests, and its steps where the record has them."""
         self.requests += record.requests
         self.sigma = max(self.sigma, sigma)
-        most = -(-int(record.config["max_num_seqs"]) // int(record.config.get("dp", 1)))  # of one rank
         for step in record.steps:
-            self._step(step, most)
+            self.step(step.seconds, step, step.num_rows, step.num_decode_rows, step.num_tokens, step.num_context_tokens)
         self.preemptions += sum(r.num_preemptions for r in record.requests)
         self.end = max([self.end, *(r.last_token for r in record.requests if r.last_token is not None)])
 
-    def _step(self, step: StepRecord, most: int) -> None:
-        self.every.add(step)
-        self.seconds += step.seconds
-        filled = step.held_blocks / step.total_blocks if step.total_blocks else 0.0
-        self.kv_peak = max(self.kv_peak, filled)
-        if step.waiting:
-            self.queued.add(step)
-            self.waiting += step.seconds
-            self.kv_full += step.seconds * (filled >= FULL)
-            self.rows_full += step.seconds * (step.running >= most)
+    def step(
+        self, seconds: float, stats: PlanStats | StepRecord, num_rows: int, decodes: int, tokens: int, context: int
+    ) -> None:  # fmt: skip
+        self.every.add(1, num_rows, decodes, tokens, context)
+        self.seconds += seconds
+        held, total = stats.held_blocks, stats.total_blocks or math.inf  # without a pool nothing is ever full
+        self.kv_peak = max(self.kv_peak, held / total)
+        if stats.waiting:
+            self.queued.add(1, num_rows, decodes, tokens, context)
+            self.waiting += seconds
+            self.kv_full += seconds * (held >= FULL * total)
+            self.rows_full += seconds * (stats.running >= self.most_rows)
+
+    def run(self, times: Sequence[float], stats: PlanStats, count: int, keys: int, taken: Sequence[int]) -> None:
+        """Steps that began and ended at `times`, each with a token more of `count` sequences.
+
+        stats: of the first; whether requests wait is as when the run was planned.  keys: KV tokens that the rows of the
+        first attend to.  taken: steps before which one more block was taken.
+        """
+        steps, seconds = len(times) - 1, times[-1] - times[0]
+        fed = steps * count
+        context = steps * keys + count * (steps * (steps - 1) // 2)
+        self.every.add(steps, fed, fed, fed, context)
+        self.seconds += seconds
+        held, total = stats.held_blocks, stats.total_blocks or math.inf
+        self.kv_peak = max(self.kv_peak, (held + len(taken)) / total)
+        if stats.waiting:
+            self.queued.add(steps, fed, fed, fed, context)
+            self.waiting += seconds
+            self.rows_full += seconds * (stats.running >= self.most_rows)
+            missing = FULL * total - held  # blocks, until the pool counts as full
+            if missing <= 0:
+                self.kv_full += seconds
+            elif missing <= len(taken):
+                self.kv_full += times[-1] - times[sorted(taken)[math.ceil(missing) - 1]]
 
     def outcome(self, world: World, goals: Sequence[Goal], replicas: int, broken: Goal | None) -> Outcome:
         """The sums as an outcome; `replicas` were simulated."""
@@ -179,12 +206,12 @@ class Sums:
     def __init__(self) -> None:
         self.steps = self.rows = self.decodes = self.tokens = self.context = 0
 
-    def add(self, step: StepRecord) -> None:
-        self.steps += 1
-        self.rows += step.num_rows
-        self.decodes += step.num_decode_rows
-        self.tokens += step.num_tokens
-        self.context += step.num_context_tokens
+    def add(self, steps: int, num_rows: int, decodes: int, tokens: int, context: int) -> None:
+        self.steps += steps
+        self.rows += num_rows
+        self.decodes += decodes
+        self.tokens += tokens
+        self.context += context
 
     def parts(self, world: World) -> StepParts | None:
         """The mean step, taken apart; FLOPs and bytes are linear in its rows, so its sums are the run's."""
@@ -213,4 +240,4 @@ def _shares(parts: StepParts | None) -> dict[str, float]:
     return {name: getattr(parts, name) / parts.seconds for name in ("compute", "memory", "network", "host")}
 
 
-__all__ = ["Outcome", "Tally", "Watch"]
+__all__ = ["Outcome", "TrialTally", "Watch"]

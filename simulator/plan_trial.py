@@ -22,12 +22,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import TwinferError
 from twinfer.core.fleet import Fleet
 from twinfer.core.op_time import OpTime
+from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.work import Op
@@ -35,8 +37,9 @@ from twinfer.simulator.fleet_run import FleetRun
 from twinfer.simulator.op_time import OpTimeChain
 from twinfer.simulator.plan_bound import bound_of, demand_of
 from twinfer.simulator.plan_designs import ROUND_ROBIN, Design, designs_of
+from twinfer.simulator.plan_record import TrialRecorder
 from twinfer.simulator.plan_space import Question, check_question, devices_of_question
-from twinfer.simulator.plan_tally import Outcome, Tally, Watch
+from twinfer.simulator.plan_tally import Outcome, TrialTally, Watch
 from twinfer.simulator.plan_traffic import Traffic, busiest
 from twinfer.simulator.run import World, prepare, run_world
 
@@ -126,7 +129,7 @@ class Evaluator:
             world = self._world(design, trial.bandwidth)
             if trial.level == ASSESS:
                 bound = bound_of(
-                    world, self.demand, self.question.goals, self._peak_rate(), design.pools, self.traffic.clients
+                    world, self.demand, self.question.goals, self._peak_rate, design.pools, self.traffic.clients
                 )
                 return Outcome(fewest=bound.fewest, likely=bound.likely, problem=bound.problem)
             return self._simulate(world, trial, should_stop)
@@ -151,7 +154,9 @@ class Evaluator:
             self._worlds.popitem(last=False)
         return world
 
+    @cached_property
     def _peak_rate(self) -> float:
+        """Requests per s in the busiest part of the traffic."""
         if not self.traffic.cut:
             return self.demand.rate
         part = busiest(self.requests, max(self.question.screen, len(self.requests) // 8))
@@ -175,12 +180,15 @@ class Evaluator:
             config = world.setup.config.model_copy(update={"seed": world.setup.config.seed + trial.seed})
             world = replace(world, setup=replace(world.setup, config=config))
         watch = Watch(self.question.goals, sum(map(len, dealt)))
-        tally = Tally()
+        config = world.setup.config
+        tally = TrialTally(-(-config.max_num_seqs // config.dp))
+        gaps = any(g.metric == "itl" for g in self.question.goals)
+        make: Callable[..., Recorder] = Recorder if gaps else partial(TrialRecorder, tally)
         groups = len(shares)
         for part in filter(None, dealt):
             here = replace(world, requests=part)
             if apart:
-                record, sigma = run_world(here, trial.steps, _quiet, should_stop, False, watch)
+                record, sigma = run_world(here, trial.steps, _quiet, should_stop, False, watch, make_recorder=make)
             else:
                 record, sigma = _run_fleet(design, groups, here, trial.steps, should_stop, watch)
             tally.add(record, sigma)

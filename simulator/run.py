@@ -281,10 +281,12 @@ def run_world(
     hopeless: Callable[[RunRecord, float], bool] | None = None,
     detail: Detail = "steps",
     skip: bool = True,
+    make_recorder: Callable[..., Recorder] = Recorder,
 ) -> tuple[RunRecord, float]:
     """One run with all steps `scale` times as long: its record and its relative sigma.
 
     hopeless(record so far, now): asked before each step or run of steps; True ends the run, which is then not `complete`.
+    make_recorder: of an engine without data-parallel ranks.
     """
     setup = world.setup
     if setup.config.dp > 1:
@@ -294,7 +296,7 @@ def run_world(
     core = setup.build_core()
     executor = StoppableExecutor(world.timer, scale, keep and detail == "steps")
     executor.passes = passes_of(world)
-    recorder = Recorder(
+    recorder = make_recorder(
         "simulator", setup.config.model_dump(mode="json"), world.workload, setup.kv_bytes_per_slot,
         environment=world.environment, reasons=world.reasons, keep_ops=keep, detail=detail,
     )  # fmt: skip

@@ -228,6 +228,21 @@ def test_devices_without_a_price_are_ranked_apart(tmp_path: Path) -> None:
     assert any("no price is known for" in note for note in found.answer.notes)
 
 
+def test_of_equal_prices_the_one_with_the_most_room_is_the_answer(tmp_path: Path) -> None:
+    """Also where its name comes last, and its goodput is known before it is proved."""
+    spec = load_device("h100-sxm", REGISTRY)
+    fast = {name: 1.1 * peak for name, peak in spec.peak_flops.items()}
+    words = [
+        str(write_device(spec.model_copy(update={"name": name, "aliases": (), "price_per_hour": 2.0, **more}), tmp_path / f"{name}.json"))
+        for name, more in (("a-slow", {}), ("b-fast", {"peak_flops": fast, "memory_bandwidth": 1.1 * spec.memory_bandwidth}))
+    ]  # fmt: skip
+    found = plan(question(prices={}, axes={"device": tuple(words), "max_num_batched_tokens": (2048,)}), REGISTRY)
+    assert found.answer is not None
+    best, second = found.answer.fleets
+    assert "b-fast" in best.device and best.cost_per_hour == second.cost_per_hour and best.goodput > second.goodput
+    assert found.answer.changed and "next limit" in found.answer.sentence
+
+
 def test_the_best_fleet_is_proved_on_all_of_the_traffic() -> None:
     """A quiet half behind a busy one: designs are confirmed on the busy one, the answer on both."""
     ramp = TRAFFIC.model_copy(update={"num_requests": 120, "rate": 30.0, "ramp_to": 3.0})

@@ -15,7 +15,8 @@ from twinfer.core.goal import Goal
 from twinfer.core.workload import Workload
 from twinfer.simulator.plan_answer import Fleet, front_of, next_limit
 from twinfer.simulator.plan_designs import Design, designs_of
-from twinfer.simulator.plan_search import Found, Search, confirm_device, screen_device, smallest
+from twinfer.simulator.plan_edge import HINTS, Search, smallest
+from twinfer.simulator.plan_search import Found, confirm_device, finish_device, needed, screen_device
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, FLEET, SCREEN, Outcome, Trial
 
@@ -43,7 +44,8 @@ def ask(search: Search, answer: Callable[[Trial], Outcome]) -> tuple[object, lis
 
 def search_device(designs: list[Design], asked_of: Question) -> Search[Found]:
     found = yield from screen_device("h100-sxm", designs, asked_of, Looks())
-    return (yield from confirm_device(found, asked_of, Looks()))
+    yield from confirm_device(found, asked_of, Looks())
+    return found if found.design is None else (yield from finish_device(found, asked_of, Looks()))
 
 
 class Looks:
@@ -102,6 +104,60 @@ def test_smallest_finds_the_edge_wherever_it_starts(low: int, more: int, start: 
     assert found == (None if edge > high else max(low, edge))
     assert len(asked) == len({t.replicas for t in asked}) <= 2 * (more + 1).bit_length() + 2
     assert next(iter(smallest(5, 4, 4, test)), None) is None  # nothing to look at
+
+
+@given(st.integers(1, 30), st.integers(0, 200), st.integers(1, 240), st.lists(st.one_of(st.none(), st.floats(-9, 300))))
+def test_hints_change_the_way_and_not_the_answer(low: int, more: int, edge: int, hints: list[float | None]) -> None:
+    high, rest = low + more, iter(hints)
+
+    def test(n: int) -> Search[bool]:
+        assert low <= n <= high
+        (outcome,) = yield [Trial(design=0, replicas=n, level=FLEET)]
+        return not outcome.failed
+
+    search = smallest(low, high, low + more // 3, test, lambda n: next(rest, None))
+    found, asked = ask(search, lambda t: Outcome(failed=int(t.replicas < edge)))
+    assert found == (None if edge > high else max(low, edge))
+    assert len(asked) == len({t.replicas for t in asked}) <= 2 * (more + 1).bit_length() + 2 + HINTS
+
+
+def test_a_good_hint_saves_tests() -> None:
+    def test(n: int) -> Search[bool]:
+        (outcome,) = yield [Trial(design=0, replicas=n, level=FLEET)]
+        return not outcome.failed
+
+    fails = lambda t: Outcome(failed=int(t.replicas < 23))  # noqa: E731
+    _, blind = ask(smallest(1, 64, 60, test), fails)
+    _, led = ask(smallest(1, 64, 60, test, lambda n: 22.7), fails)
+    assert [t.replicas for t in led] == [60, 22, 23] and len(blind) > 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "change", [{"load": 1.2}, {"steps": 1.5}, {"bandwidth": 0.9}, {"scale": 0.8}, {"scale": 1.3, "easier": True}]
+)
+def test_a_change_needs_what_brute_force_says(seed: int, change: dict[str, float]) -> None:
+    """A change for the worse is never asked of fewer replicas than are needed without it."""
+    rng = random.Random(seed)
+    asked_of = question(tps=(1,), tokens=(512,), most=50)
+    made = Made([rng.uniform(0.3, 4.0)], [1])
+    found, _ = ask(search_device(designs_of(asked_of), asked_of), made)
+    assert isinstance(found, Found) and found.replicas
+    given = dict(change)
+    goals = tuple(g.scaled(given.pop("scale", 1.0)) for g in GOALS)
+
+    def with_bandwidth(trial: Trial) -> Outcome:
+        return made(replace(trial, steps=trial.steps / trial.bandwidth))
+
+    n, asked = ask(needed(found, asked_of, goals, Looks(), **given), with_bandwidth)
+    fields = {name: value for name, value in given.items() if name != "easier"}
+    keep = [
+        n for n in range(1, 51)
+        if with_bandwidth(Trial(design=0, replicas=n, level=FLEET, **fields)).keeps(goals)
+    ]  # fmt: skip
+    assert n == min(keep, default=None)
+    if "easier" not in change:
+        assert all(t.replicas >= found.replicas for t in asked)
 
 
 @pytest.mark.parametrize("seed", range(40))

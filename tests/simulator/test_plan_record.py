@@ -1,0 +1,58 @@
+"""A trial's outcome is the one of full records, though it keeps no steps."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from twinfer.core.goal import parse_goals
+from twinfer.core.recorder import Recorder
+from twinfer.core.registry import Registry
+from twinfer.core.workload import Workload
+from twinfer.simulator import plan_trial
+from twinfer.simulator.plan_space import Question
+from twinfer.simulator.plan_trial import FLEET, Evaluator, Trial
+
+REGISTRY = Registry(entry_points=False)
+TRAFFIC = Workload(num_requests=90, rate=30.0, input_len=500, output_len=90, lengths="uniform", spread=0.8)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        {},  # runs of decode steps, few of them with a queue
+        {"num_kv_blocks": 400},  # the pool is full: requests wait, and are preempted
+        {"max_num_seqs": 4},  # all rows are taken
+        {"scheduler": "continuous:policy=priority", "num_kv_blocks": 300}, {"max_outstanding": 2, "max_num_seqs": 12},
+        {"scheduler": "prompts-first"}, {"speculator": "ngram"},  # each step by itself
+    ],
+)  # fmt: skip
+def test_sums_give_the_outcome_of_full_records(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Question(
+        base={"model": "llama-3.1-8b", "max_num_batched_tokens": 512, **base}, axes={"device": ("h100-sxm",)},
+        workload=TRAFFIC, goals=parse_goals(["ttft.p95<=60", "tpot.p95<=1"]),
+    )  # fmt: skip
+    trial = Trial(design=0, replicas=2, level=FLEET)
+    found = Evaluator(asked, REGISTRY).answer(trial)
+    monkeypatch.setattr(plan_trial, "TrialRecorder", lambda sums, *given, **more: Recorder(*given, **more))
+    full = Evaluator(asked, REGISTRY).answer(trial)
+    assert found is not None and full is not None and not full.problem and full.num_requests == 90
+    assert 0 < full.busy <= 1 and full.parts
+    if base:
+        assert full.waiting > 0
+    for field in fields(full):
+        left, right = getattr(found, field.name), getattr(full, field.name)
+        if isinstance(right, float) or field.name in ("parts", "queue_parts"):
+            assert left == pytest.approx(right, rel=1e-9, abs=1e-12), field.name
+        else:
+            assert left == right, field.name
+
+
+def test_gaps_are_kept_where_a_promise_is_about_them() -> None:
+    asked = Question(
+        base={"model": "llama-3.1-8b"}, axes={"device": ("h100-sxm",)}, workload=TRAFFIC, goals=parse_goals(["itl.p99<=1"])
+    )  # fmt: skip
+    outcome = Evaluator(asked, REGISTRY).answer(Trial(design=0, replicas=1, level=FLEET))
+    assert outcome is not None and 0 < outcome.values["itl.p99"] < 1
