@@ -38,13 +38,15 @@ from twinfer.simulator.op_time import OpTimeChain
 from twinfer.simulator.plan_bound import bound_of, demand_of
 from twinfer.simulator.plan_designs import ROUND_ROBIN, Design, designs_of
 from twinfer.simulator.plan_record import TrialRecorder
-from twinfer.simulator.plan_space import Question, check_question, devices_of_question
+from twinfer.simulator.plan_space import FLEET_AXES, Question, check_question, devices_of_question
 from twinfer.simulator.plan_tally import Outcome, TrialTally, Watch
 from twinfer.simulator.plan_traffic import Traffic, busiest
 from twinfer.simulator.run import World, prepare, run_world
 
 ASSESS, SCREEN, REPLICA, FLEET, PROOF = "assess", "screen", "replica", "fleet", "proof"
-KEPT_WORLDS = 12  # designs whose op times a process remembers
+KEPT_WORLDS = 48  # designs whose op times a process remembers
+NOT_OF_STEPS = ("max_num_batched_tokens", "max_num_seqs", *FLEET_AXES)
+"""Axes that do not change what a step costs, only which steps there are."""
 POOLED = 3
 """Replicas that stand for a fleet where one is too few for a percentile, and all take too long."""
 STICKY = ("prefix_aware", "kv_aware")
@@ -90,6 +92,7 @@ class Evaluator:
         self.requests = self.traffic.requests
         self.designs = designs_of(question, STICKY[0] if self.traffic.sessions else ROUND_ROBIN)
         self.demand = demand_of(self.requests)
+        self._longest = max(r.max_length for r in self.requests)
         self._worlds: OrderedDict[tuple[int, float], World] = OrderedDict()
 
     # --- what a search may ask for --------------------------------------------------------------
@@ -147,12 +150,26 @@ class Evaluator:
             slower = None if bandwidth == 1 else lambda chain: SlowMemory(chain, bandwidth)
             world = prepare(
                 config, self.question.workload, self.registry, self.devices[design.device], requests=self.requests,
-                wrap=slower,
+                wrap=slower, longest=self._longest,
             )  # fmt: skip
+            twin = self._twin(design, bandwidth)
+            if twin is not None:
+                world = replace(world, timer=twin.timer, chain=twin.chain, ops_of=twin.ops_of)
         self._worlds[key] = world
         while len(self._worlds) > KEPT_WORLDS:
             self._worlds.popitem(last=False)
         return world
+
+    def _twin(self, design: Design, bandwidth: float) -> World | None:
+        """A world whose steps cost the same, as its design differs in limits alone: what it knows of steps is shared."""
+        if design.guesses:
+            return None
+        changes = {n: v for n, v in design.changes.items() if n not in NOT_OF_STEPS}
+        for (index, share), world in self._worlds.items():
+            other = self.designs[index].changes
+            if share == bandwidth and all(other[n] == v for n, v in changes.items()):
+                return world
+        return None
 
     @cached_property
     def _peak_rate(self) -> float:

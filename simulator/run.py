@@ -142,10 +142,12 @@ def prepare(
     encode: Encode | None = None,
     requests: Sequence[Request] | None = None,
     wrap: Callable[[OpTimeChain], OpTimeChain] | None = None,
+    longest: int | None = None,
 ) -> World:
     """Check everything and gather it.
 
     requests: of `workload`, where they have been made before.  wrap: what to put around the op-time chain.
+    longest: tokens of the longest request, where that is known.
     """
     if not workload.ignore_eos:
         raise ConfigError(
@@ -163,7 +165,7 @@ def prepare(
     context = config.max_model_len or spec.max_context
     if requests is None:
         requests = generate(workload, spec.vocab_size, context, encode=encode, registry=registry, vision=spec.vision)
-    longest = max(r.max_length for r in requests)
+    longest = longest or max(r.max_length for r in requests)
     setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     reasons = dict(setup.reasons)
     from_file = workload.trace is not None and getattr(source_of(workload, registry), "name", "") == "prompts"

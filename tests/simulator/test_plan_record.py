@@ -56,3 +56,17 @@ def test_gaps_are_kept_where_a_promise_is_about_them() -> None:
     )  # fmt: skip
     outcome = Evaluator(asked, REGISTRY).answer(Trial(design=0, replicas=1, level=FLEET))
     assert outcome is not None and 0 < outcome.values["itl.p99"] < 1
+
+
+def test_designs_that_differ_in_limits_alone_share_what_is_known_of_steps() -> None:
+    asked = Question(
+        base={"model": "llama-3.1-8b"}, workload=TRAFFIC, goals=parse_goals(["ttft.p95<=1"]),
+        axes={"device": ("h100-sxm",), "tp": (1, 2), "max_num_batched_tokens": (512, 1024), "quantizer": (None, "fp8")},
+    )  # fmt: skip
+    one = Evaluator(asked, REGISTRY)
+    trials = [Trial(design=design.index, replicas=1, level=FLEET) for design in one.designs]
+    outcomes = [one.answer(trial) for trial in trials]
+    timers = {id(one._world(design, 1.0).timer) for design in one.designs}
+    assert len(trials) == 8 and len(timers) == 4
+    assert outcomes == [Evaluator(asked, REGISTRY).answer(trial) for trial in trials]
+    assert len({outcome.values["tpot.p95"] for outcome in outcomes if outcome is not None}) == 8
