@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,8 @@ from twinfer.simulator.plan_trial import Evaluator, Outcome, ShouldStop, Trial
 
 Done = list[tuple[Trial, Outcome]]
 POLL_S = 0.2
+STEPS_PER_LOOK = 64
+"""Steps of a simulation, a fraction of a ms each, between two looks at whether the search was stopped."""
 
 
 class Pool(Protocol):
@@ -90,7 +93,8 @@ def _start_child(question: dict[str, Any], recipe: tuple[Any, ...], stopped: Any
 
 def _answer(trial: Trial) -> Outcome | None:
     assert _evaluator is not None
-    return _evaluator.answer(trial, _stopped.is_set)
+    times = itertools.count(1)  # asking takes a lock that is shared with the parent, so it is asked in few steps
+    return _evaluator.answer(trial, lambda: next(times) % STEPS_PER_LOOK == 0 and _stopped.is_set())
 
 
 @contextlib.contextmanager

@@ -90,10 +90,13 @@ class Watch:
         self._most = [most_late(g, num) for g in self._goals]
         self._late = [0] * len(self._goals)
         self._seen: dict[str, list[int]] = {}  # by record: how many of its requests are judged
+        self._next: dict[str, float] = {}  # by record: when there is something to judge again
         self.broken: Goal | None = None
 
     def __call__(self, record: RunRecord, now: float) -> bool:
         """Look at the replica of `record`, whose requests stand in the order of their arrival."""
+        if now < self._next.get(record.id, 0.0):
+            return False
         requests = record.requests
         seen = self._seen.setdefault(record.id, [0] * len(self._goals))
         for i, goal in enumerate(self._goals):
@@ -106,6 +109,8 @@ class Watch:
             if self._late[i] >= self._most[i]:
                 self.broken = self._named[goal.name]
                 return True
+        if seen and max(seen) < len(requests):  # those that are yet to come arrive later still
+            self._next[record.id] = min(requests[at].arrival + g.limit for at, g in zip(seen, self._goals, strict=True))
         return False
 
 

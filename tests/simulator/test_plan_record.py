@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from twinfer.core.goal import parse_goals
+from twinfer.core.goal import most_late, parse_goals
 from twinfer.core.recorder import Recorder
+from twinfer.core.records import RequestRecord, RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
 from twinfer.simulator import plan_trial
 from twinfer.simulator.plan_space import Question
+from twinfer.simulator.plan_tally import Watch
 from twinfer.simulator.plan_trial import FLEET, Evaluator, Trial
 
 REGISTRY = Registry(entry_points=False)
@@ -70,3 +73,30 @@ def test_designs_that_differ_in_limits_alone_share_what_is_known_of_steps() -> N
     assert len(trials) == 8 and len(timers) == 4
     assert outcomes == [Evaluator(asked, REGISTRY).answer(trial) for trial in trials]
     assert len({outcome.values["tpot.p95"] for outcome in outcomes if outcome is not None}) == 8
+
+
+def test_the_watch_ends_a_run_with_the_request_that_breaks_the_promise() -> None:
+    """As a count of all requests at each step says, with two limits, and requests that come while it watches."""
+    rng = random.Random(3)
+    goals = parse_goals(["ttft.p80<=1", "ttft.p95<=1.4", "tpot.p95<=1"])
+    for _ in range(60):
+        arrivals = sorted(rng.uniform(0, 30) for _ in range(40))
+        waits = [rng.choice([0.4, rng.uniform(0.5, 4.0)]) for _ in arrivals]
+        watch, record = Watch(goals, len(arrivals)), record_of()
+        for now in sorted(rng.uniform(0, 36) for _ in range(400)):
+            for arrival in arrivals[len(record.requests) : sum(a <= now for a in arrivals)]:
+                record.requests.append(RequestRecord(request_id=str(arrival), arrival=arrival))
+            for request, wait in zip(record.requests, waits, strict=False):
+                request.first_token = request.arrival + wait if request.arrival + wait <= now else None
+            late = [
+                sum(a + limit < now and w > limit for a, w in zip(arrivals, waits, strict=True))
+                for limit in (1.25, 1.75)
+            ]
+            broken = any(count >= most_late(goal, 40) for count, goal in zip(late, goals, strict=False))
+            assert watch(record, now) == broken
+            if broken:
+                break
+
+
+def record_of() -> RunRecord:
+    return RunRecord(id="r", world="simulator", created="", config={})
