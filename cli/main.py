@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import errno
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,11 +117,17 @@ serve.add_commands(app)
 demo.add_commands(app)
 
 
+@functools.cache
+def _commands() -> Any:
+    """All commands with their options. Building them takes longer than reading most command lines."""
+    return typer.main.get_command(app)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code: 0, 2 for a user's mistake, 3 for the answer no, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if args is None else args)
     try:
-        code = app(args=_global_first(given), prog_name="twinfer", standalone_mode=False)
+        code = _commands()(args=_global_first(given), prog_name="twinfer", standalone_mode=False)
     except UsageError as error:
         return _fail(message_of(error))
     except KeyboardInterrupt:

@@ -47,7 +47,7 @@ def test_one_run_from_end_to_end(root: Path, tiny_llama_dir: Path, tmp_path: Pat
         "--rounds", "2", "--threads", "1", "--transformers-dtype", "float32", "--vllm-python", sys.executable,
         "--json", str(out),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     for name in ("twinfer float32", "transformers float32"):

@@ -26,7 +26,7 @@ def test_edge_10_plans_are_byte_identical_under_any_hash_seed(hash_seed: str) ->
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr.decode()
     expected = "".join(line + "\n" for path in FILES for line in json.loads(path.read_text(encoding="utf-8"))["log"])

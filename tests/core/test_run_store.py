@@ -250,7 +250,7 @@ for i in range(12):
 
 def test_two_processes_save_list_and_delete_at_once(store: RunStore) -> None:
     jobs = [subprocess.Popen([sys.executable, "-c", WRITER, str(store.root), who]) for who in ("left", "right")]
-    assert [job.wait(timeout=120) for job in jobs] == [0, 0]
+    assert [job.wait(timeout=300) for job in jobs] == [0, 0]
     assert len(store.list()) == 2 * 8 + 1 and len(store.list(deleted=True)) == 2 * 4
     for summary in store.list():
         record = store.load(summary.id)
@@ -300,7 +300,7 @@ assert store.load("big") == record
 @pytest.mark.skipif(sys.platform == "win32", reason="needs file size limits")
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(store: RunStore) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(store.root)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FULL_DISK, str(store.root)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "cannot save run big" in done.stdout and "--runs-dir" in done.stdout

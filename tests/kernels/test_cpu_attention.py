@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -24,9 +25,21 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For what is not tested: on busy CPUs, torch's threads wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Step:
     """Random rows over shuffled pages; memory that no row owns is NaN."""
 
+    @one_thread()
     def __init__(
         self,
         rows: list[Row],
@@ -56,6 +69,7 @@ class Step:
         rows = [(int(at), q, keys - q, s) for at, (q, keys), s in zip(starts[:-1], self.rows, self.slots, strict=True)]
         return PagedAttention(rows, self.scale, softcap)(self.q, self.keys, self.values, window)
 
+    @one_thread()
     def expected(self, window: int | None = None, softcap: float | None = None) -> Tensor:
         heads, kv_heads = self.q.shape[1], self.keys.shape[1]
         out, at = [], 0

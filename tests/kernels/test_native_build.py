@@ -36,17 +36,6 @@ def test_disabled_runs_the_twins() -> None:
     assert native.load() is not None
 
 
-def test_built_once_and_found_again(tmp_path: Path) -> None:
-    first, _ = native.build(tmp_path)
-    assert first is not None
-    written = first.path.stat().st_mtime_ns
-    second, _ = native.build(tmp_path)
-    assert second is not None
-    assert second.path == first.path
-    assert first.path.stat().st_mtime_ns == written
-    assert [p.name for p in tmp_path.iterdir()] == [first.path.name], "no half-built file is left"
-
-
 def test_no_compiler(tmp_path: Path) -> None:
     library, why = native.build(tmp_path, ("no-such-compiler",))
     assert library is None
@@ -58,6 +47,29 @@ def fake_compiler(tmp_path: Path, script: str) -> str:
     path.write_text(f"#!{sys.executable}\nimport subprocess, sys\n{script}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
+
+
+def quick_compiler(tmp_path: Path) -> str:
+    """Builds a library of one function, whatever it is given."""
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    return fake_compiler(
+        tmp_path,
+        f"sys.exit(subprocess.call(['c++', '-shared', '-fPIC', '-o', sys.argv[-1], {str(source)!r}]) "
+        "if '-o' in sys.argv else 0)",
+    )
+
+
+def test_built_once_and_found_again(tmp_path: Path) -> None:
+    cache, quick = tmp_path / "cache", quick_compiler(tmp_path)
+    first, _ = native.build(cache, (quick,))
+    assert first is not None
+    written = first.path.stat().st_mtime_ns
+    second, _ = native.build(cache, (quick,))
+    assert second is not None
+    assert second.path == first.path
+    assert first.path.stat().st_mtime_ns == written
+    assert [p.name for p in cache.iterdir()] == [first.path.name], "no half-built file is left"
 
 
 def test_failing_compiler_says_why(tmp_path: Path) -> None:
@@ -96,14 +108,7 @@ def test_products_compile_for_other_cpus(cpu: str) -> None:
 @pytest.mark.parametrize("left", [0, 5000])
 def test_a_damaged_file_is_built_again(left: int, tmp_path: Path) -> None:
     """Mapping a library that was cut short ends the process with a bus error."""
-    source = tmp_path / "one.cpp"
-    source.write_text('extern "C" int one() { return 1; }')
-    quick = fake_compiler(
-        tmp_path,
-        f"sys.exit(subprocess.call(['c++', '-shared', '-fPIC', '-o', sys.argv[-1], {str(source)!r}]) "
-        "if '-o' in sys.argv else 0)",
-    )
-    cache = tmp_path / "cache"
+    cache, quick = tmp_path / "cache", quick_compiler(tmp_path)
     first, why = native.build(cache, (quick,))
     assert first is not None, why
     whole = first.path.read_bytes()

@@ -13,7 +13,7 @@ def test_replay_of_a_real_run_is_close(root: Path, shared_dir: Path) -> None:
     folder = shared_dir / "data" / "vllm_replay" / "rtxpro6000_llama31_8b"
     done = subprocess.run(
         [sys.executable, str(root / "bench" / "replay.py"), str(folder), "--json"],
-        capture_output=True, text=True, check=True, timeout=120,
+        capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert found["requests"] == 300

@@ -205,7 +205,7 @@ r = simulate(EngineConfig(model="llama-3.1-8b", device="h100-sxm"), Workload(num
 heavy = [m for m in ("torch", "transformers", "streamlit", "plotly", "pandas") if m in sys.modules]
 print(json.dumps([r.metrics["num_completed"], r.metrics["output_tokens"], heavy]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(done.stdout) == [1000, 128000, []]
 
 
