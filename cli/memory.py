@@ -177,7 +177,7 @@ def memory_answer(
     from twinfer.core.config import Choice, parse_choice
     from twinfer.core.device import all_devices, load_device
     from twinfer.core.dtypes import canonical_dtype
-    from twinfer.core.errors import ConfigError
+    from twinfer.core.errors import ConfigError, figure
     from twinfer.core.layout import SIZES
     from twinfer.core.memory import rank_equations, trials
     from twinfer.core.memory_parts import Room, fullest, ranks_of
@@ -189,7 +189,7 @@ def memory_answer(
 
     for option, given, most in (("--batch", batch, MAX_REQUESTS), ("--context", context, MAX_TOKENS)):
         if given is not None and not 1 <= given <= most:
-            raise ConfigError(option, given, "out of range", f"give 1 to {most}")
+            raise ConfigError(option, given, "out of range", f"give 1 to {figure(most)}")
     plain = resolve_spec(model)
     if context is None:
         context = min(DEFAULT_CONTEXT, plain.max_context)

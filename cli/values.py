@@ -59,7 +59,7 @@ def parse_size(option: str, text: str) -> int:
     except (ValueError, KeyError):
         raise ConfigError(option, text, "not a size", "write a number with a unit, such as 512MiB or 4GiB") from None
     if not 1 <= value < 2**63:
-        raise ConfigError(option, text, "out of range", "give from one byte to 8388607TiB")
+        raise ConfigError(option, text, "out of range", "give from one byte to 8,388,607 TiB")
     return int(value)
 
 

@@ -36,8 +36,26 @@ class ConfigError(TwinferError):
 
 def short(value: object) -> str:
     """`value` as a message repeats it."""
-    text = repr(str(value) if isinstance(value, PurePath) else value)
+    if type(value) is float:
+        text = _plain(f"{value:g}" if float(f"{value:g}") == value else repr(value).removesuffix(".0"))
+    else:
+        text = repr(str(value) if isinstance(value, PurePath) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
+
+
+def figure(value: float) -> str:
+    """A bound as people write it: 0, 0.01, 4096, 10,000,000, 1e9."""
+    if float(f"{value:.3g}") == value and not abs(value) < 1e9:
+        return _plain(f"{value:.3g}")
+    if value != int(value):
+        return _plain(f"{value:.12g}")
+    return f"{int(value):,}" if abs(value) >= 10_000 else str(int(value))
+
+
+def _plain(text: str) -> str:
+    """`1e9` for `1e+09`."""
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else text
 
 
 class PluginError(TwinferError):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 from twinfer.core.session import History
 from twinfer.core.vision import AnySize, Cut, Image, VisionSpec
 
@@ -33,7 +33,7 @@ def check_images(workload: Workload) -> None:
     """ConfigError for options that cannot be, or mean nothing."""
     number, counts = workload.images_per_request, workload.image_counts
     if not 0 <= number <= MOST_IMAGES:
-        raise ConfigError("--images-per-request", number, "out of range", f"use 0 to {MOST_IMAGES}")
+        raise ConfigError("--images-per-request", number, "out of range", f"use 0 to {figure(MOST_IMAGES)}")
     if counts == "fixed" and number != int(number):
         raise ConfigError(
             "--images-per-request", number, "a request has a whole number of images",
@@ -64,7 +64,7 @@ def size_of(text: str) -> tuple[int, int]:
         raise ConfigError("--image-size", text, "no size in pixels", "write 1024 or 1024x768 (width x height)")
     width, height = int(found[1]), int(found[2] or found[1])
     if not (1 <= width <= MOST_PIXELS and 1 <= height <= MOST_PIXELS):
-        raise ConfigError("--image-size", text, "out of range", f"use 1 to {MOST_PIXELS} pixels a side")
+        raise ConfigError("--image-size", text, "out of range", f"use 1 to {figure(MOST_PIXELS)} pixels a side")
     return width, height
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 
 MOST_RANKS = 1024  # of one group: more than any machine shares a replica over
 SIZES = ("tp", "pp", "cp", "dp", "ep")
@@ -39,7 +39,7 @@ class Layout:
                 raise ConfigError(f"--{name}", getattr(self, name), "is no size of a group", "give 1 or more")
             if getattr(self, name) > MOST_RANKS:
                 raise ConfigError(
-                    f"--{name}", getattr(self, name), "is too large a group", f"give at most {MOST_RANKS}"
+                    f"--{name}", getattr(self, name), "is too large a group", f"give at most {figure(MOST_RANKS)}"
                 )
         if self.tp * self.dp % self.ep:
             raise ConfigError(

@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from twinfer.core.errors import figure
+
 _WHOLE = ("is no whole number", "give a whole number")
 _NUMBER = ("is no number", "give a number")
 _TRUTH = ("is neither true nor false", "give true or false")
@@ -66,16 +68,20 @@ def _words(kind: str, context: dict[str, Any], message: str) -> tuple[str, str]:
         return _WORDS[kind]
     if kind in _BOUNDS:
         problem, fix, name = _BOUNDS[kind]
-        return problem, f"{fix} {context[name]}"
+        return problem, f"{fix} {_bound(context[name])}"
     if kind in ("literal_error", "enum"):
         return "is none of its values", f"give {context['expected']}"
     if kind in ("value_error", "assertion_error"):  # raised by a check of ours
         return str(context.get("error", message)), "give a value that fits"
     if kind in ("too_short", "string_too_short"):
-        return "is too short", f"give at least {context['min_length']}"
+        return "is too short", f"give at least {figure(context['min_length'])}"
     if kind in ("too_long", "string_too_long"):
-        return "is too long", f"give at most {context['max_length']}"
+        return "is too long", f"give at most {figure(context['max_length'])}"
     return message[:1].lower() + message[1:].removeprefix("Input "), "give a value that fits"
+
+
+def _bound(value: object) -> str:
+    return figure(value) if isinstance(value, int | float) else str(value)
 
 
 __all__ = ["Mistake", "first_mistake"]

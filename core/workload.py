@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator, model_validator
 
 from twinfer.core.config import Choice
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 from twinfer.core.images import check_images, with_images
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.params import MAX_SAMPLES, SamplingParams
@@ -147,7 +147,7 @@ class Workload(BaseModel):
                     "--concurrency", self.concurrency, f"--rate {self.rate:g} says when to send, too", "give one of them"
                 )  # fmt: skip
         top = 1.0 if self.lengths == "uniform" else 3.0
-        _require("--spread", self.spread, 0 <= self.spread <= top, f"use a value from 0 to {top:g}")
+        _require("--spread", self.spread, 0 <= self.spread <= top, f"use a value from 0 to {figure(top)}")
         if self.spread and self.lengths == "fixed":
             raise ConfigError(
                 "--spread", self.spread, "fixed lengths have no spread", "choose --lengths uniform or lognormal"
@@ -181,7 +181,9 @@ class Workload(BaseModel):
         _require("--trace-start", self.trace_start, 0 <= self.trace_start < math.inf, "give seconds from 0")
         end = self.trace_end
         if end is not None:
-            _require("--trace-end", end, self.trace_start < end < math.inf, f"give more than {self.trace_start:g} s")
+            _require(
+                "--trace-end", end, self.trace_start < end < math.inf, f"give more than {figure(self.trace_start)} s"
+            )
         for option, factor in (("--input-scale", self.input_scale), ("--output-scale", self.output_scale)):
             _require(option, factor, 1e-4 <= factor <= 1e4, "use a value from 1e-4 to 1e4")
         if self.trace is None:
@@ -217,7 +219,7 @@ def make_workload(**given: Any) -> Workload:
 
 def _within(option: str, value: int, most: int) -> None:
     _require(option, value, value >= 1, "give at least 1")
-    _require(option, value, value <= most, f"give at most {most}")
+    _require(option, value, value <= most, f"give at most {figure(most)}")
 
 
 def _require(option: str, value: object, ok: bool, fix: str) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import DeviceSpec, all_devices, load_device
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 from twinfer.core.goal import Goal, parse_goals
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, make_workload
@@ -96,7 +96,7 @@ def check_question(question: Question, registry: Registry) -> None:
     ):
         value = getattr(question, name)
         if value < 1 or (most is not None and value > most):
-            fix = "give at least 1" if most is None else f"give 1 to {most}"
+            fix = "give at least 1" if most is None else f"give 1 to {figure(most)}"
             raise ConfigError(option_of(name), value, "out of range", fix)
     if not question.axes.get("device"):
         raise ConfigError("--device", None, "no device to choose from", "name some, or leave it out for all of them")

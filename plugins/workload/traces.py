@@ -19,7 +19,7 @@ from typing import Any, overload
 
 from pydantic import Field
 
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 from twinfer.core.technique import Options as TechniqueOptions
 from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
@@ -300,7 +300,7 @@ def _count(workload: Workload, where: str, field: str, value: Any) -> int:
         raise ConfigError(
             "--trace",
             workload.trace,
-            f"{where}: {field}={value!r} is not a count of tokens up to {MAX_TOKENS}",
+            f"{where}: {field}={value!r} is not a count of tokens up to {figure(MAX_TOKENS)}",
             "repair that row",
         )
     return max(1, number)

@@ -19,7 +19,7 @@ from twinfer.cli import demo as cli_demo
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--budget", "1"), ("--budget", "1.0")),
+        (("--budget", "1"), ("--budget", "=1:")),
         (("--budget", "soon"), ("--budget",)),
         (("--dtype", "fp17"), ("--dtype", "fp17")),
         (("--model", "nope"), ("nope",)),

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 
 from twinfer.core.config import Choice
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.registry import Registry
 
@@ -49,3 +49,38 @@ def test_options_of_a_technique(speculator: str, options: dict[str, object], sai
     with pytest.raises(ConfigError) as caught:
         Registry(entry_points=False).build("speculator", Choice(name=speculator, options=options))
     assert said in str(caught.value) and "constrained" not in str(caught.value) and "={" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.0, "0"), (1, "1"), (0.01, "0.01"), (1e-9, "1e-9"), (4096, "4096"), (3600.0, "3600"), (10**7, "10,000,000"),
+     (2**24, "16,777,216"), (1e6, "1,000,000"), (1e9, "1e9"), (10**12, "1e12"), (2**31 - 1, "2,147,483,647"),
+     (-1.0, "-1"), (1234.5, "1234.5"), (1e300, "1e300"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_bounds_are_written_as_people_write_numbers(value: float, written: str) -> None:
+    assert figure(value) == written
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(-1.0, "-1"), (0.5, "0.5"), (1e99, "1e99"), (1e-9, "1e-9"), (1234567.0, "1234567"), (0.1 + 0.2, "0.30000000000000004"),
+     (float("nan"), "nan"), (True, "True"), (7, "7"), ("1e+99", "'1e+99'")],
+)  # fmt: skip
+def test_values_are_repeated_as_they_were_typed(value: object, shown: str) -> None:
+    assert str(ConfigError("--x", value, "no", "yes")) == f"--x={shown}: no; yes"
+
+
+class Bounded(BaseModel):
+    seconds: float = Field(default=1, ge=0.0, le=1e9)
+    tokens: int = Field(default=1, gt=0, lt=10**7)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [({"seconds": -1}, "give at least 0"), ({"seconds": 1e99}, "give at most 1e9"), ({"tokens": 0}, "give more than 0"),
+     ({"tokens": 10**9}, "give less than 10,000,000")],
+)  # fmt: skip
+def test_bounds_of_models_are_written_so(given: dict[str, float], fix: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Bounded(**given)
+    assert first_mistake(caught.value).fix == fix
