@@ -126,31 +126,30 @@ def run_calibration(
     """Measure and store this machine. Ctrl-C leaves what was stored before (exit code 130). Raises TwinferError."""
     from twinfer.cli.values import parse_technique
     from twinfer.core.dtypes import canonical_dtype, dtype_bits
-    from twinfer.core.errors import ConfigError, TwinferError
+    from twinfer.core.errors import ConfigError, figure
 
     dtype = canonical_dtype(dtype, "--dtype")
     if dtype_bits(dtype) < 16:
         raise ConfigError("--dtype", dtype, "activations need at least 16 bits", "use float32, bfloat16 or float16")
     if not 0 < budget <= MAX_BUDGET:
-        raise ConfigError("--budget", budget, "out of range", f"give seconds above 0, at most {MAX_BUDGET:.0f}")
+        raise ConfigError("--budget", budget, "out of range", f"give seconds above 0, at most {figure(MAX_BUDGET)}")
     if kv_dtype != "auto":
         kv_dtype = canonical_dtype(kv_dtype, "--kv-dtype")
     quantizer = None if quant is None else parse_technique(session, "quantizer", quant)
-    from twinfer.core.runtime.measure import measure
-    from twinfer.simulator.calibrate import calibrate as fit_and_store
+    with show.interruptible(keeps=False) as should_stop, show.progress("calibrating") as on_progress:
 
-    with show.interruptible() as should_stop, show.progress("calibrating") as report:
-        try:
-            return fit_and_store(
-                measure, model, dtype, budget, registry=session.registry, should_stop=should_stop,
-                on_progress=lambda fraction, message: report(round(100 * fraction), 100, {"now": message}),
-                quantizer=quantizer, kv_dtype=kv_dtype,
-            )  # fmt: skip
-        except TwinferError as error:
-            if not should_stop.asked:
-                raise
-            show.note(str(error))
-            raise typer.Exit(show.STOPPED) from None
+        def report(fraction: float, message: str) -> None:
+            phase = "run" if fraction else "load"
+            on_progress(round(100 * fraction), 100, {"phase": phase, "doing": message})
+
+        report(0.0, "starting torch")
+        from twinfer.core.runtime.measure import measure
+        from twinfer.simulator.calibrate import calibrate as fit_and_store
+
+        return fit_and_store(
+            measure, model, dtype, budget, registry=session.registry, should_stop=should_stop, on_progress=report,
+            quantizer=quantizer, kv_dtype=kv_dtype,
+        )  # fmt: skip
 
 
 def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") -> bool:

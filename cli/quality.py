@@ -54,13 +54,13 @@ def perplexity(
     twinfer perplexity smollm2-135m --text book.txt --attention mqa --max-tokens 20000 --json
     """
     from twinfer.core.dtypes import canonical_dtype
-    from twinfer.core.errors import ConfigError
+    from twinfer.core.errors import ConfigError, figure
 
     session: Session = ctx.obj
     if max_tokens is not None and max_tokens < 2:
         raise ConfigError("--max-tokens", max_tokens, "nothing to score", "give at least 2")
     if chunk > MAX_CHUNK:
-        raise ConfigError("--chunk", chunk, "is too large", f"give at most {MAX_CHUNK}")
+        raise ConfigError("--chunk", chunk, "is too large", f"give at most {figure(MAX_CHUNK)}")
     content = read_text(text)
     fields: dict[str, Any] = {"model": model}
     if device is not None:
@@ -73,9 +73,10 @@ def perplexity(
             fields[kind] = parse_technique(session, kind, choice)
     config = make_config(fields)
 
-    from twinfer.core.runtime.perplexity import perplexity as measure
-
     with show.interruptible() as should_stop, show.progress("scoring") as on_progress:
+        on_progress(0, 0, {"phase": "load", "doing": "starting torch"})
+        from twinfer.core.runtime.perplexity import perplexity as measure
+
         found = measure(config, content, chunk, max_tokens, session.registry, on_progress, should_stop)
     facts = described(found)
     if as_json:

@@ -108,17 +108,14 @@ def config_for(record: RunRecord, run: str, given: dict[str, Any]) -> EngineConf
 
 def replayed(session: Session, record: RunRecord, config: EngineConfig, device: DeviceSpec | None = None) -> Replay:
     """The replay, with progress, until it is done or Ctrl-C is pressed (exit code 130)."""
-    from twinfer.cli.runs import _encoder
-    from twinfer.simulator.replay import ReplayStopped
+    from twinfer.cli.runs import encoder_of
     from twinfer.simulator.replay import replay as run_replay
 
-    encode = _encoder(config.model) if record.workload.get("prompts") or record.workload.get("trace") else None
-    with show.interruptible() as should_stop, show.progress("replaying") as on_progress:
-        try:
-            return run_replay(record, config, session.registry, device, encode, on_progress, should_stop)
-        except ReplayStopped as error:
-            show.note(str(error))
-            raise typer.Exit(show.STOPPED) from None
+    with show.interruptible(keeps=False) as should_stop, show.progress("replaying") as on_progress:
+        encode = None
+        if record.workload.get("prompts") or record.workload.get("trace"):
+            encode = encoder_of(config.model, on_progress)
+        return run_replay(record, config, session.registry, device, encode, on_progress, should_stop)
 
 
 def correct(

@@ -219,16 +219,29 @@ def start(
     Texts are encoded in both, where the model's tokenizer is at hand.
 
     on_answer(prompt, text) is called by the engine for each request, after the run.
+    Raises `typer.Exit` with code 130 when it was stopped before any request had begun.
     """
+    record = _run(world, label, config, workload, session, on_answer, fleet)
+    if not record.complete and not record.begun:
+        show.note("stopped before the first step, nothing is kept")
+        raise typer.Exit(show.STOPPED)
+    return record
+
+
+def _run(
+    world: str, label: str, config: EngineConfig, workload: Workload, session: Session, on_answer: OnAnswer | None,
+    fleet: Fleet | None,
+) -> RunRecord:  # fmt: skip
     with show.interruptible() as should_stop, show.progress(label) as on_progress:
         if world == "engine":
+            on_progress(0, 0, {"phase": "load", "doing": "starting torch"})
             from twinfer.core.runtime.run import run_engine
 
             return run_engine(
                 config, workload, session.registry, on_progress=on_progress, should_stop=should_stop,
                 on_answer=on_answer,
             )  # fmt: skip
-        encode = _encoder(config.model) if workload.prompts or workload.trace else None
+        encode = encoder_of(config.model, on_progress) if workload.prompts or workload.trace else None
         if fleet is not None:
             from twinfer.simulator.fleet_run import simulate_fleet
 
@@ -242,7 +255,7 @@ def start(
         )
 
 
-def _encoder(model: str) -> Encode | None:
+def encoder_of(model: str, on_progress: show.OnProgress) -> Encode | None:
     """The model's tokenizer, when its files are on this machine; else lengths of texts are estimated."""
     from twinfer.core.catalog import locate_weights
     from twinfer.core.errors import ModelError
@@ -250,6 +263,7 @@ def _encoder(model: str) -> Encode | None:
     weights = locate_weights(model)
     if weights is None:
         return None
+    on_progress(0, 0, {"phase": "load", "doing": f"reading the tokenizer of {model}"})
     from twinfer.core.runtime.tokenizer import load_tokenizer
 
     try:

@@ -231,68 +231,78 @@ def runs_table(summaries: Sequence[RunSummary]) -> Table:
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[OnProgress]:
-    """A bar on stderr while requests finish; nothing where stderr is not a terminal."""
+    """A line on stderr about what is being done, then a bar; nothing where stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total, info: None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from twinfer.cli.bar import Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[more]}"))  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None, more="")
-
-        def on_progress(done: int, total: int, info: Mapping[str, Any]) -> None:
-            more = " ".join(v if isinstance(v, str) else f"{k}={number(v)}" for k, v in info.items() if _shown(v))
-            bar.update(task, completed=done, total=total, more=more)
-
-        yield on_progress
-
-
-def _shown(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
+    with Bar(label) as bar:
+        yield bar.on_progress
 
 
 class Interrupt:
-    """Ctrl-C as a question instead of an exception; the second one is an exception all the same."""
+    """Ctrl-C as a question (`should_stop`) where ending early leaves something to keep; elsewhere it ends at once.
 
-    def __init__(self) -> None:
+    keeps: what has been done by then is kept, from the first time the question is asked on. The second Ctrl-C ends at
+    once all the same.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
         self.asked = False
+        """Ctrl-C was pressed."""
+        self.ended = False
+        """It ended what was going on; `words` say so."""
+        self.words = ""
+        self._polled, self._keeps = False, keeps
 
     def __call__(self) -> bool:
+        if self.ended:  # the exception was lost on its way, in a callback of some library
+            raise KeyboardInterrupt
+        self._polled = self._keeps
         return self.asked
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        if self.asked:
+        self.ended = self.asked or not self._polled
+        if self.ended:
+            self.words = "ended at once, nothing of it is kept" if self.asked else "stopped, nothing is kept"
+            self.asked = True
             raise KeyboardInterrupt
         self.asked = True
         note("stopping after this step; press Ctrl-C again to end at once")
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """`should_stop` for a run: true once Ctrl-C was pressed or the process was asked to end (SIGTERM)."""
-    interrupt = Interrupt()
+def interruptible(keeps: bool = True) -> Iterator[Interrupt]:
+    """`should_stop` for what takes long (`Interrupt`), of Ctrl-C and of being asked to end (SIGTERM).
+
+    Raises `typer.Exit` with code 130 where that ended it, and says so, whatever error it came out as.
+    """
+    import typer
+
+    from twinfer.core.errors import EngineError, TwinferError
+
+    interrupt = Interrupt(keeps)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
     before = {s: signal.signal(s, interrupt._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
+    except BaseException as error:
+        if interrupt.ended:  # a library that was being imported may wrap it in an error of its own
+            note(interrupt.words)
+        elif interrupt.asked and isinstance(error, TwinferError) and not isinstance(error, EngineError):
+            note(str(error))  # there was nothing yet to make a result of
+        else:
+            raise
+        raise typer.Exit(STOPPED) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 __all__ = [
-    "NO", "STOPPED", "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number", "percent",
-    "print_json", "print_table", "progress", "record_tables", "runs_table", "seconds", "size", "title",
+    "NO", "STOPPED", "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number",
+    "percent", "print_json", "print_table", "progress", "record_tables", "runs_table", "seconds", "size", "title",
 ]  # fmt: skip

@@ -115,6 +115,11 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
     name: str = ""
 
+    @property
+    def begun(self) -> bool:
+        """Whether any request was in a step: a run that was stopped earlier has nothing to say."""
+        return any(request.first_scheduled is not None for request in self.requests)
+
 
 PERCENTILES = (50, 90, 95, 99)
 

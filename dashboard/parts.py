@@ -275,7 +275,8 @@ def status_line(job: Job) -> str:
     words = f"{world}: {task['label']}" if job.state == "running" else f"{_WORDS[job.state]}: {task['label']}"
     phase = str(job.info.get("phase", ""))
     if job.state == "running" and phase in _PHASES:
-        words = f"{_PHASES[phase]}: {task['label']}"
+        doing = str(job.info.get("doing", ""))
+        words = f"{doing[:1].upper()}{doing[1:]}" if doing else f"{_PHASES[phase]}: {task['label']}"
     if job.cancelling:
         words = f"Cancelling: {task['label']}"
     parts = [words]

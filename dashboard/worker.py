@@ -4,7 +4,7 @@
 
 Invariants
 * It talks through `events.jsonl` only; stdout and stderr are its log.
-* A stopped run still saves its partial record; a task that fails leaves the others their turn.
+* A stopped run still saves its partial record, once a request has begun; before that it ends at once. A task that fails leaves the others their turn.
 * It inherits the lock on `lock` in its folder, held while it lives; it takes the root's `engine.lock` while it measures.
 """
 
@@ -41,7 +41,7 @@ class Worker:
         self.spec: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         self.events: IO[str] = open(folder / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self.stopped = False
-        self.interruptible = True  # nothing to keep: a cancel may raise at once
+        self.interruptible = True  # nothing to keep yet: a cancel raises at once
         self.last = 0.0
         self.root = Path(self.spec["runs_dir"])
 
@@ -54,12 +54,13 @@ class Worker:
             raise Cancelled
 
     def should_stop(self) -> bool:
-        self.interruptible = False  # the engine polls: from here on it hands back a partial record
+        if self.stopped and self.interruptible:  # the exception was lost on its way, in a callback of some library
+            raise Cancelled
+        self.interruptible = False  # steps are taken: from here on it hands back a partial record
         return self.stopped
 
     def progress(self, done: int, total: int, info: dict[str, Any] | None = None) -> None:
         now = time.monotonic()
-        self.interruptible = False
         if now - self.last >= PACE or done == total:
             if self.last == 0.0:
                 self.emit("state", state="running")
@@ -92,6 +93,8 @@ class Worker:
                     record = simulate(
                         config, workload, registry=registry, on_progress=self.progress, should_stop=self.should_stop
                     )
+                if not record.complete and not record.begun:
+                    raise Cancelled
                 self.interruptible = False
                 record.name = record.name or task["label"]
                 record.environment["scenario"] = dict(task["scenario"])

@@ -37,6 +37,7 @@ from twinfer.core.runtime.sampler import Samples
 from twinfer.core.runtime.stop_strings import StoppingExecutor
 from twinfer.core.runtime.tensor_parallel import Ranks
 from twinfer.core.runtime.tokenizer import Tokenizer, load_tokenizer
+from twinfer.core.runtime.weights import OnLayer
 from twinfer.core.setup import Setup
 from twinfer.core.spec import ModelSpec
 from twinfer.kernels import gemm, native
@@ -130,20 +131,28 @@ def load_engine(
     """
     _refuse_unserved(config)
     registry = registry if registry is not None else default_registry()
+    tell = on_phase or (lambda phase: None)
     spec = resolve_spec(config.model)
     device = load_device(config.device, registry)
     target = _torch_device(config, device)
+    tell(f"finding the weights of {config.model}")
     weights = fetch_weights(config.model)
+    tell(f"reading the tokenizer of {config.model}")
     tokenizer = load_tokenizer(weights)
     setup = _setup(config, spec, registry, device, tokenizer, longest_request)
+    tell("loading the CPU kernels")
     native.load()  # built here, so that no step waits for a compiler
     linear = linears_of(setup, registry, target)
     ranks = None
     if setup.config.tp > 1:
-        ranks = Ranks(setup.config.tp, target, registry, on_phase or (lambda phase: None))
+        ranks = Ranks(setup.config.tp, target, registry, tell)
+
+    def on_layer(layer: int) -> None:
+        tell(f"reading the weights of {config.model}: layer {layer + 1} of {spec.num_layers}")
 
     def load(parallel: Parallel = ALONE) -> DecoderModel:
-        return load_share(setup, weights, registry, target, parallel, linear)
+        tell(f"reading the weights of {config.model}")
+        return load_share(setup, weights, registry, target, parallel, linear, on_layer)
 
     try:
         model = load() if ranks is None else ranks.load(setup, weights, load)
@@ -159,13 +168,16 @@ def load_engine(
 
 def load_share(
     setup: Setup, weights: Path, registry: Registry, device: torch.device, parallel: Parallel = ALONE,
-    linear: LinearFactory | None = None,
+    linear: LinearFactory | None = None, on_layer: OnLayer | None = None,
 ) -> DecoderModel:  # fmt: skip
-    """The weights of one rank as a runnable model, multiplied by `linear` (as the setup says unless given)."""
+    """The weights of one rank as a runnable model, multiplied by `linear` (as the setup says unless given).
+
+    on_layer: told the number of every layer when its first tensor is read.
+    """
     return load_model(
         _served(setup), weights, registry, device, DTYPES[setup.model.dtype],
         linear or linears_of(setup, registry, device), parallel=parallel,
-        checkpoint=setup.checkpoint, attention=_attention(setup, registry),
+        checkpoint=setup.checkpoint, attention=_attention(setup, registry), on_layer=on_layer,
     )  # fmt: skip
 
 

@@ -111,8 +111,7 @@ def measure(
             raise MeasurementStopped("calibration stopped; nothing was stored")
 
     registry = registry or default_registry()
-    report(0.0, f"loading {model}")
-    engine = _load(model, canonical_dtype(dtype), quantizer, kv_dtype, registry)
+    engine = _load(model, canonical_dtype(dtype), quantizer, kv_dtype, registry, lambda phase: report(0.0, phase))
     try:
         check()
         bench = _Bench(engine)
@@ -163,7 +162,9 @@ def measure(
     return found
 
 
-def _load(model: str, dtype: str, quantizer: Choice | None, kv_dtype: str, registry: Registry) -> Engine:
+def _load(
+    model: str, dtype: str, quantizer: Choice | None, kv_dtype: str, registry: Registry, on_phase: Callable[[str], None]
+) -> Engine:
     """The engine as a run of this format has it, with a pool for the largest step."""
     spec = resolve_spec(model)
     if locate_weights(model) is None:
@@ -174,7 +175,7 @@ def _load(model: str, dtype: str, quantizer: Choice | None, kv_dtype: str, regis
         kv_cache=Choice(name="paged", options={"block_size": BLOCK, "free_windows": False}), num_kv_blocks=num_blocks + len(RUNS),
         max_model_len=min(spec.max_context, 2048),
     )  # fmt: skip
-    return load_engine(config, registry)
+    return load_engine(config, registry, on_phase=on_phase)
 
 
 def _designs(max_context: int) -> list[Design]:

@@ -100,11 +100,15 @@ def perplexity(
 ) -> Perplexity:
     """Load `config` and score `text` (at most its first `max_tokens` tokens).
 
-    on_progress(chunks done, chunks, {"nats_per_token": so far}).  Raises ConfigError and ModelError as
+    on_progress(chunks done, chunks, {"nats_per_token": so far}), while the model is loaded (0, 0, {"phase": "load",
+    "doing": words}).  Raises ConfigError and ModelError as
     `load_engine` does, RequestError for a text without two tokens or a run stopped before the first chunk was done.
     """
     try:
-        engine = load_engine(scoring_config(config, chunk), registry)
+        engine = load_engine(
+            scoring_config(config, chunk), registry,
+            on_phase=lambda phase: None if on_progress is None else on_progress(0, 0, {"phase": "load", "doing": phase}),
+        )  # fmt: skip
     except ConfigError as error:
         if error.option != "--max-model-len":
             raise

@@ -56,7 +56,7 @@ def run_engine(
     """
     registry = registry or default_registry()
     tell = on_progress or (lambda done, total, info: None)
-    tell(0, 0, {"phase": "load"})
+    tell(0, 0, {"phase": "load", "doing": f"loading {config.model}"})
     requests: list[Request] = []
 
     def longest_request(spec: ModelSpec, tokenizer: Tokenizer) -> int:
@@ -72,7 +72,7 @@ def run_engine(
         on_phase=lambda phase: tell(0, 0, {"phase": "load", "doing": phase}),
     )  # fmt: skip
     try:
-        tell(0, len(requests), {"phase": "warm up"})
+        tell(0, len(requests), {"phase": "warm up", "doing": f"warming up {config.model}"})
         warm_up(engine, requests)
         return serve(engine, requests, workload, tell, should_stop, on_answer)
     finally:

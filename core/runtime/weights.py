@@ -26,6 +26,7 @@ Packed = Mapping[str, Mapping[str, int]]
 LISTED = 6  # names shown in an error before "and N more"
 
 
+OnLayer = Callable[[int], None]
 Cut = Callable[[Any], Any]
 """A tensor, or blocks of one, to what a rank takes of it."""
 
@@ -240,20 +241,24 @@ def check_tensors(
 class Loader:
     """Fetches tensors of a source in the dtype and on the device of the model.
 
+    on_layer: told the number of a layer when its first tensor is asked for.
     cut: what a rank takes of a tensor; it is taken first, so that of a mapped file no more is read or converted.
     """
 
     def __init__(
-        self, source: WeightSource, dtype: torch.dtype, device: torch.device | str, blocks: bool = False
-    ) -> None:
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device | str, blocks: bool = False,
+        on_layer: OnLayer | None = None,
+    ) -> None:  # fmt: skip
         self.source, self.dtype, self.device = source, dtype, torch.device(device)
         self._names = frozenset(source.names())
         self._blocks = getattr(source, "blocks", None) if blocks else None
+        self._on_layer, self._layer = on_layer, -1
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
+        self._tell(name)
         tensor = self.source.get(name)
         if not tensor.is_floating_point():
             raise ModelError(
@@ -267,10 +272,17 @@ class Loader:
 
     def projection(self, name: str, cut: Cut | None = None) -> Tensor | StoredBlocks:
         """A weight `[out, in]` for a linear: in the blocks of the file where `blocks` asked for them."""
+        self._tell(name)
         found = None if self._blocks is None else self._blocks(name)
         if found is None:
             return self(name, cut)
         return found if cut is None else cut(found)
+
+    def _tell(self, name: str) -> None:
+        layer = _LAYER.match(name)
+        if self._on_layer is not None and layer is not None and int(layer[1]) != self._layer:
+            self._layer = int(layer[1])
+            self._on_layer(self._layer)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -52,16 +52,19 @@ def test_calibrate_tells_what_it_did(cli: Callable, monkeypatch: pytest.MonkeyPa
 
 
 def test_calibrate_stopped_by_ctrl_c(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps nothing, so it ends at once, wherever it is."""
+    from twinfer.core.device import calibrated_path
     from twinfer.core.runtime import measure as module
 
     def measure(*args: Any, should_stop: Callable[[], bool], **more: Any) -> None:
+        assert not should_stop()
         signal.raise_signal(signal.SIGINT)
-        assert should_stop()
-        raise module.MeasurementStopped("calibration stopped; nothing was stored")
+        pytest.fail("it went on")
 
     monkeypatch.setattr(module, "measure", measure)
     ran = cli("calibrate")
-    assert ran.code == 130 and "nothing was stored" in ran.err and ran.out == ""
+    assert (ran.code, ran.out, ran.err) == (130, "", "stopped, nothing is kept\n")
+    assert not calibrated_path().exists()
 
 
 def test_a_calibration_is_made_only_when_there_is_none_that_holds(

@@ -183,48 +183,6 @@ def test_defaults_are_those_of_the_core(cli: Callable) -> None:
     assert config["num_devices"] == config["tp"] == 1
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------
-
-INTERRUPTS = """
-import signal
-from twinfer import hookimpl
-
-steps = 0
-
-@hookimpl
-def on_step(plan, result):
-    global steps
-    steps += 1
-    if steps in {at!r}:
-        signal.raise_signal(signal.SIGINT)
-"""
-
-
-@pytest.mark.parametrize("world", ["simulate", "run"])
-def test_ctrl_c_saves_what_is_done(cli: Callable, tiny_llama_dir: Path, tmp_path: Path, world: str) -> None:
-    (tmp_path / "stop.py").write_text(INTERRUPTS.format(at=(8,)))
-    ran = cli("--plugins-dir", tmp_path, world, "--model", tiny_llama_dir, "--num-kv-blocks", "64", "--requests", "20",
-              "--input-len", "16", "--output-len", "16", "--max-num-seqs", "2", "--runs-dir", tmp_path / "runs",
-              "--json")  # fmt: skip
-    assert ran.code == 130
-    record = json.loads(ran.out)
-    assert record["complete"] is False and 0 < record["metrics"]["num_steps"] < 20
-    assert "stopping" in ran.err and "Traceback" not in ran.err
-    [listed] = cli("compare", "--list", "--runs-dir", tmp_path / "runs", "--json").json
-    assert listed["id"] == record["id"] and listed["complete"] is False
-
-
-def test_a_second_ctrl_c_ends_at_once(cli: Callable, tiny_llama_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "stop.py").write_text(INTERRUPTS.format(at=(3, 4)))
-    plugin = (tmp_path / "stop.py").read_text()
-    (tmp_path / "stop.py").write_text(
-        plugin.replace("steps in (3, 4)", "steps == 3") + "        signal.raise_signal(2)\n"
-    )
-    ran = cli("--plugins-dir", tmp_path, "simulate", "--model", tiny_llama_dir, "--num-kv-blocks", "64",
-              "--requests", "20", "--runs-dir", tmp_path / "runs", "--json", "--input-len", "16", "--output-len", "16")  # fmt: skip
-    assert ran.code == 130 and ran.out == "" and "Traceback" not in ran.err
-
-
 # --- mistakes ---------------------------------------------------------------------------------------
 
 

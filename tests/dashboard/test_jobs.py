@@ -246,6 +246,63 @@ def test_a_real_run_is_cancelled_and_its_part_is_kept(jobs: JobManager, tmp_path
     assert record.world == "engine" and not record.complete and 0 < record.metrics["num_completed"] < 5000
 
 
+LOADS = """
+import time
+from pathlib import Path
+from twinfer import hookimpl
+from twinfer.plugins.kv_cache.paged import Paged
+
+class Loads(Paged):
+    name = "loads"
+    summary = "paged, and takes an hour to be set up"
+
+    def block_size(self, limits):
+        Path({path!r}).touch()
+        time.sleep(3600)
+        return super().block_size(limits)
+
+@hookimpl
+def register_kv_cache(register):
+    register(Loads)
+"""
+
+
+@pytest.mark.parametrize("world", ["engine", "simulator"])
+def test_a_run_that_is_cancelled_while_it_loads_ends_at_once_and_leaves_no_record(
+    tmp_path: Path, tiny_llama_dir: Path, world: str
+) -> None:
+    (tmp_path / "loads.py").write_text(LOADS.format(path=str(tmp_path / "loading")))
+    manager = JobManager(tmp_path, plugin_dirs=[tmp_path])
+    try:
+        scenario = CHEAP.edited(model=str(tiny_llama_dir), max_model_len=128, kv_cache="loads")
+        ident = manager.start([task_of(scenario, world, "never")], "never")
+        until(manager, ident, lambda job: (tmp_path / "loading").exists())
+        manager.cancel(ident)
+        job = until(manager, ident, over)
+        assert (job.state, job.records, job.problems) == ("cancelled", {}, {})
+        assert RunStore(tmp_path).list() == []
+    finally:
+        manager.close()
+
+
+def test_a_cancel_that_was_lost_in_a_callback_comes_with_the_next_question(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"runs_dir": str(tmp_path), "tasks": []}), encoding="utf-8")
+    child = worker.Worker(tmp_path)
+    child.progress(0, 0, {"phase": "load"})
+    with pytest.raises(worker.Cancelled):
+        child.on_signal(signal.SIGTERM, None)
+    with pytest.raises(worker.Cancelled):
+        child.should_stop()
+
+
+def test_once_steps_are_taken_a_cancel_is_answered_not_raised(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"runs_dir": str(tmp_path), "tasks": []}), encoding="utf-8")
+    child = worker.Worker(tmp_path)
+    assert not child.should_stop()
+    child.on_signal(signal.SIGTERM, None)
+    assert child.should_stop()
+
+
 @pytest.mark.parametrize("wrapped", [RuntimeError, ConfigError])
 def test_a_cancel_that_a_library_wraps_in_its_own_error_is_a_cancel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: type[Exception]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError, TwinferError
 from twinfer.core.records import RunRecord
@@ -112,7 +113,15 @@ def test_answers_are_told_in_the_order_of_arrival(tiny_llama_dir: Path) -> None:
 def test_progress_is_told_and_ends_at_the_total(tiny_llama_dir: Path) -> None:
     seen: list[tuple[int, int, dict[str, Any]]] = []
     run_engine(config(tiny_llama_dir), workload(), on_progress=lambda *args: seen.append(args))
-    assert [info["phase"] for _, _, info in seen[:2]] == ["load", "warm up"]
+    assert list(dict.fromkeys(info["phase"] for _, _, info in seen)) == ["load", "warm up", "run"]
+    words = [info["doing"] for _, _, info in seen if "doing" in info]
+    assert [w.split(" of ")[0] for w in words[:4]] == [
+        f"loading {tiny_llama_dir}", "finding the weights", "reading the tokenizer", "loading the CPU kernels",
+    ]  # fmt: skip
+    layers = resolve_spec(str(tiny_llama_dir)).num_layers
+    assert [w.rpartition(": ")[2] for w in words if ": layer" in w] == [
+        f"layer {i + 1} of {layers}" for i in range(layers)
+    ]
     runs = [(done, total, info) for done, total, info in seen if info["phase"] == "run"]
     assert [done for done, _, _ in runs] == sorted(done for done, _, _ in runs)
     assert runs[-1][:2] == (12, 12) and runs[-1][2]["output_tokens"] == 72

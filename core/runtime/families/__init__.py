@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from twinfer.core.runtime.attention_torch import AttentionStep
     from twinfer.core.runtime.linear import LinearFactory
     from twinfer.core.runtime.parallel import Parallel
-    from twinfer.core.runtime.weights import WeightSource
+    from twinfer.core.runtime.weights import OnLayer, WeightSource
 
 Mark = Callable[[str], None]
 
@@ -80,10 +80,12 @@ def load_model(
     parallel: Parallel | None = None,
     checkpoint: ModelSpec | None = None,
     attention: Any = None,
+    on_layer: OnLayer | None = None,
 ) -> DecoderModel:
     """Weights at `path` as a runnable model of the shapes in `model`; with `parallel`, the share of one rank.
 
     checkpoint: what the weights are, when `attention`, a technique, is to turn them into another variant first.
+    on_layer: told the number of every layer when its first tensor is read.
     Raises ModelError for a damaged file, missing or misshapen tensors, or a family that is not implemented.
     """
     import torch
@@ -105,7 +107,7 @@ def load_model(
         spec: ModelSpec, source: WeightSource, dtype: torch.dtype, linear: LinearFactory, rank: Parallel = ALONE
     ) -> DecoderModel:
         with torch.inference_mode():
-            load = Loader(source, dtype, device, blocks=getattr(linear, "takes_blocks", False))
+            load = Loader(source, dtype, device, getattr(linear, "takes_blocks", False), on_layer)
             built: DecoderModel = family(None).build(spec, load, linear, rank)
         return built
 
