@@ -11,7 +11,9 @@ Invariants
 * `refs[b]` = table entries + references of outstanding steps and transfers; free and idle have none.
 * Only full, committed blocks are published, at a node of the prefix tree: at most one per node and cache group.
 * A block is released through `drop` alone; releasing to `step` keeps it in flight until that step ends.
-* Order is deterministic: the free list is a stack, idle blocks leave in the policy's order.
+* Order is deterministic: free blocks are a stack, idle blocks leave in the policy's order.
+* Lists grow with what is used: blocks from `len(refs)` on have never been free for taking yet, and stand, the lowest
+  number on top, below those of the list `free`, where `_write_out` puts them when they are reached.
 * A `Chain` is a shortcut that nobody can tell: whoever looks below its node unfolds it first (`BlockPool.unfold`).
 """
 
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
-from twinfer.core.policy import IdleOrder
+from twinfer.core.idle import LRU, CheckedOrder
 from twinfer.core.prefix_tree import Key, PrefixTree, Tokens
 
 if TYPE_CHECKING:
@@ -56,13 +58,13 @@ class Chain:
 class BlockPool:
     """`num_blocks` blocks of `block_size` token slots."""
 
-    def __init__(self, num_blocks: int, block_size: int, idle: IdleOrder) -> None:
+    def __init__(self, num_blocks: int, block_size: int, idle: LRU | CheckedOrder) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.refs = [0] * num_blocks
-        self.fill = [0] * num_blocks  # committed slots of a held block
-        self.node: list[Node | Chain | None] = [None] * num_blocks
-        self.free = list(range(num_blocks - 1, -1, -1))
+        self.refs: list[int] = []
+        self.fill: list[int] = []  # committed slots of a held block
+        self.node: list[Node | Chain | None] = []
+        self.free: list[int] = []
         self.idle = idle
         self.tree = PrefixTree()
         self.index: dict[tuple[int, int], int] = {}  # (node, group) -> published block
@@ -78,6 +80,11 @@ class BlockPool:
         """Blocks that can be handed out now, free and idle ones: all that are not held."""
         return self.num_blocks - self.held
 
+    @property
+    def num_idle(self) -> int:
+        """Blocks that are idle-cached."""
+        return len(self.refs) - self.held - len(self.free)
+
     # --- taking ---------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int] | None:
@@ -85,6 +92,8 @@ class BlockPool:
         free, refs, fill = self.free, self.refs, self.fill
         if count > self.num_blocks - self.held:
             return None
+        if count > len(free) and len(refs) < self.num_blocks:
+            self._write_out(count - len(free))
         at = max(0, len(free) - count)
         taken = free[at:]
         taken.reverse()  # a stack: the last one is taken first
@@ -97,16 +106,19 @@ class BlockPool:
         self.held += count
         return taken
 
+    def _write_out(self, count: int) -> None:
+        """Put `count` blocks that were never taken under those of `free`, as many again as there are if that is more, or
+        all that are left."""
+        first = len(self.refs)
+        count = min(max(count, first), self.num_blocks - first)
+        self.refs += [0] * count
+        self.fill += [0] * count
+        self.node += [None] * count
+        self.free[:0] = range(first + count - 1, first - 1, -1)
+
     def _evict(self, count: int) -> list[int]:
         """Idle blocks, which lose their content, in the order of the policy; there are enough."""
-        pops = getattr(self.idle, "pops", None)
-        if pops is None or not self.chains:
-            taken = []
-            for _ in range(count):
-                taken.append(self.idle.pop())
-                self._unpublish(taken[-1])
-            return taken
-        evicted: list[int] = pops(count)
+        evicted = self.idle.pops(count)
         at, node = 0, self.node
         while at < count:
             chain = node[evicted[at]]
@@ -158,7 +170,7 @@ class BlockPool:
                 else:
                     cached.append(block)
         if cached:
-            self._idle(cached)
+            self.idle.adds(cached)
         self.held -= gone
         self.used -= used
 
@@ -169,15 +181,7 @@ class BlockPool:
             refs[block] = 0
         self.held -= len(blocks)
         self.used -= len(blocks) * self.block_size
-        self._idle(blocks[::-1])
-
-    def _idle(self, blocks: Seq[int]) -> None:
-        adds = getattr(self.idle, "adds", None)
-        if adds is not None:
-            adds(blocks)
-        else:
-            for block in blocks:
-                self.idle.add(block)
+        self.idle.adds(blocks[::-1])
 
     def step_ended(self, step: int) -> None:
         """Release what outstanding step `step` kept in flight."""
@@ -187,6 +191,8 @@ class BlockPool:
 
     def take_one(self) -> int:
         """As `take(1)`, when there is one."""
+        if not self.free and len(self.refs) < self.num_blocks:
+            self._write_out(1)
         if self.free:
             block = self.free.pop()
         else:
@@ -275,7 +281,7 @@ class BlockPool:
     def audit(self, tables: Iterable[Seq[int]], nodes: Iterable[object] = ()) -> list[str]:
         """Violated invariants, given every block table that refers to this pool, and every node they stand at."""
         wrong = self.tree.audit([*nodes, *(n.id for n in self.node if isinstance(n, Node))])
-        count = [0] * self.num_blocks
+        count = [0] * len(self.refs)
         for table in tables:
             if len(set(table)) != len(table):
                 wrong.append(f"a block stands twice in one table: {table}")
@@ -285,13 +291,15 @@ class BlockPool:
             for block in blocks:
                 count[block] += 1
         if count != self.refs:
-            bad = [(b, count[b], self.refs[b]) for b in range(self.num_blocks) if count[b] != self.refs[b]]
+            bad = [(b, count[b], self.refs[b]) for b in range(len(self.refs)) if count[b] != self.refs[b]]
             wrong.append(f"references differ from tables (block, counted, kept): {bad[:4]}")
         free = set(self.free)
         if len(free) != len(self.free):
             wrong.append("a block is twice in the free list")
+        if not len(self.refs) == len(self.fill) == len(self.node) <= self.num_blocks:
+            wrong.append(f"{len(self.refs)} of {self.num_blocks} blocks are written out, but not everywhere")
         num_idle = 0
-        for block in range(self.num_blocks):
+        for block in range(len(self.refs)):
             in_free, in_idle, held = block in free, block in self.idle, self.refs[block] > 0
             num_idle += in_idle
             if in_free + in_idle + held != 1:

@@ -414,7 +414,7 @@ class Core:
         pool = self.ledger.pool
         return PlanStats(
             len(self.running), len(self.waiting) if waiting is None else waiting, pool.held,
-            pool.num_blocks - pool.held - len(pool.free), pool.num_blocks, pool.used + unseen, pool.block_size,
+            pool.num_idle, pool.num_blocks, pool.used + unseen, pool.block_size,
         )  # fmt: skip
 
     def launch(self, planner: Planner, decoding: Decoding | None = None, unseen: int = 0) -> StepPlan:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from twinfer.core.errors import PluginError
+from twinfer.core.policy import IdleOrder, KVCache
 
 
 class LRU:
@@ -85,3 +89,77 @@ class LRU:
 
     def __contains__(self, block: object) -> bool:
         return block in self._places()
+
+
+class CheckedOrder:
+    """The order that a plugin brought, held to what it was given: every call that breaks its contract is a PluginError that
+    names the KV cache `owner` and what it did, when it does it and not when a block is missed."""
+
+    def __init__(self, order: IdleOrder, owner: str) -> None:
+        self._order, self._owner = order, owner
+        self._given: set[int] = set()
+
+    def add(self, block: int) -> None:
+        self._given.add(block)
+        self._call("add", block)
+        self._look("add", block)
+
+    def adds(self, blocks: Sequence[int]) -> None:
+        """`add` of each, in this order."""
+        for block in blocks:
+            self.add(block)
+
+    def remove(self, block: int) -> None:
+        self._given.discard(block)
+        self._call("remove", block)
+        self._look("remove", block)
+
+    def pop(self) -> int:
+        block: int = self._call("pop")
+        if not isinstance(block, int) or block not in self._given:
+            raise self._broken(f"pop gave {block!r}, which is none of the {len(self._given)} idle blocks")
+        self._given.discard(block)
+        self._look("pop", block)
+        return block
+
+    def pops(self, count: int) -> list[int]:
+        """What `count` calls of `pop` give."""
+        return [self.pop() for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._given
+
+    def _call(self, name: str, *given: int) -> Any:
+        try:
+            return getattr(self._order, name)(*given)
+        except Exception as error:
+            raise self._broken(
+                f"{name}({', '.join(map(str, given))}) failed with {len(self._given)} idle blocks "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    def _look(self, name: str, block: int) -> None:
+        """After `name` of `block`: it holds what it was given, neither less nor more."""
+        held, inside = len(self._order), block in self._order
+        if held != len(self._given):
+            raise self._broken(f"holds {held} blocks after {name} of block {block}, and was given {len(self._given)}")
+        if inside != (block in self._given):
+            raise self._broken(f"says {inside} when asked for block {block} after its {name}")
+
+    def _broken(self, problem: str) -> PluginError:
+        kind = type(self._order)
+        return PluginError(
+            f"KV cache {self._owner!r}: its idle order {kind.__qualname__} ({kind.__module__}): {problem}"
+        )
+
+
+def order_of(cache: KVCache) -> LRU | CheckedOrder:
+    """The order of a new pool of `cache`."""
+    order = cache.idle_order()
+    return order if type(order) is LRU else CheckedOrder(order, getattr(cache, "name", type(cache).__name__))
+
+
+__all__ = ["LRU", "CheckedOrder", "order_of"]

@@ -27,6 +27,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from twinfer.core.blocks import BlockPool, Chain
+from twinfer.core.idle import order_of
 from twinfer.core.plan import HOLE, Copy, Grant
 from twinfer.core.policy import KVCache, Limits
 from twinfer.core.request import Sequence
@@ -75,7 +76,7 @@ class Ledger:
         self.windows = tuple(windows)
         self.sliding = tuple((group, window) for group, window in enumerate(windows) if window is not None)
         self.block_size = cache.block_size(limits)
-        self.pool = BlockPool(limits.num_blocks, self.block_size, cache.idle_order())
+        self.pool = BlockPool(limits.num_blocks, self.block_size, order_of(cache))
         self.tables: dict[str, Table] = {}
         self.chained = False  # publish in chains: worth it where many blocks are published that are never looked for
 

@@ -43,6 +43,25 @@ def test_blocks_are_taken_in_a_fixed_order_and_all_or_none() -> None:
     assert pool.take(0) == []
 
 
+def test_a_pool_costs_what_is_used_of_it() -> None:
+    """And its blocks come in the order in which they would if all were listed: those given back first, last ones before."""
+    pool = make_pool(10**12)
+    assert pool.take(3) == [0, 1, 2] and pool.take_one() == 3 and pool.available == 10**12 - 4
+    pool.drop([1])
+    pool.drop([3])
+    assert pool.take(4) == [3, 1, 4, 5] and pool.num_idle == 0
+    assert len(pool.refs) == len(pool.fill) == len(pool.node) < 20
+    assert pool.audit([[0, 2, 3, 1, 4, 5]]) == []
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 8, 13])
+def test_every_block_of_a_pool_can_be_had_once(num_blocks: int) -> None:
+    for sizes in ([1] * num_blocks, [num_blocks], [1, num_blocks - 1]):
+        pool = make_pool(num_blocks)
+        taken = [block for size in sizes for block in pool.take(size) or ()]
+        assert taken == list(range(num_blocks)) and pool.take(1) is None and pool.audit([taken]) == []
+
+
 def test_the_tail_of_a_prefix_is_given_up_before_its_head() -> None:
     pool = make_pool(3)
     blocks = pool.take(3)
@@ -255,7 +274,7 @@ class PoolLife(RuleBasedStateMachine):
         assert pool.held == len(held) and pool.available == pool.num_blocks - len(held)
         published = {b for b, node in enumerate(pool.node) if node is not None}
         assert published == set(self.content), "cached until evicted, and never cached twice"
-        assert set(pool.free) == set(range(pool.num_blocks)) - held - published
+        assert set(pool.free) == set(range(len(pool.refs))) - held - published
 
 
 def test_edge_24_allocate_free_and_evict_in_any_order() -> None:

@@ -293,8 +293,15 @@ def _free_a_held_block(core: Core) -> None:
     core.ledger.pool.free.append(core.ledger.tables["a"].blocks[0])
 
 
+def _free_block(core: Core) -> int:
+    """A free block, which the pool does not know as free any more."""
+    pool = core.ledger.pool
+    pool.drop(pool.take(1) or ())
+    return pool.free.pop()
+
+
 def _lose_a_block(core: Core) -> None:
-    core.ledger.pool.free.pop()
+    _free_block(core)
 
 
 def _double_a_block(core: Core) -> None:
@@ -322,8 +329,7 @@ def _publish_a_partial_block(core: Core) -> None:
 
 
 def _idle_without_content(core: Core) -> None:
-    pool = core.ledger.pool
-    pool.idle.add(pool.free.pop())
+    core.ledger.pool.idle.add(_free_block(core))
 
 
 def _miscount_held(core: Core) -> None:
