@@ -23,7 +23,7 @@ for line in sys.stdin:
     if failed or re.match(" *(Downloading|Using cached) .*MB", line):
         print(line, end="", flush=True)
     elif line.startswith("Installing collected packages:"):
-        print(f"  writing {line.count(',') + 1} packages", flush=True)
+        print(f"  writing {line.count(',') + 1} packages, most of the time", flush=True)
 endef
 export TELL
 PIP := $(BIN)/python -m pip install --progress-bar off

@@ -27,6 +27,7 @@ from twinfer.core.registry import Registry
 from twinfer.core.workload import make_workload
 from twinfer.dashboard import theme
 from twinfer.dashboard.charts import Chart, escape, finish, short
+from twinfer.dashboard.explain import in_controls
 from twinfer.dashboard.quantities import number, percent
 from twinfer.dashboard.scenario import KINDS, Scenario
 from twinfer.simulator.plan_file import SCHEMA
@@ -154,7 +155,7 @@ def cheaper_rows(cheaper: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return [
         {
             "fleet": row["fleet"], "devices": str(row["num_devices"]), "US$/h": _money(row["cost_per_hour"]),
-            "why not": _OPTION.sub("", row["why"]),
+            "why not": in_controls(_OPTION.sub("", row["why"])),
         }
         for row in cheaper
     ]  # fmt: skip

@@ -11,14 +11,10 @@ from twinfer.core.config import Choice
 from twinfer.core.errors import TwinferError
 from twinfer.core.technique import Needs
 from twinfer.dashboard import parts, session
+from twinfer.dashboard.explain import KIND_WORDS, explain, in_controls
 from twinfer.dashboard.forms import option_form, with_option
 from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.scenario import Scenario
-
-KIND_WORDS = {
-    "scheduler": "Scheduler", "kv_cache": "KV cache", "attention": "Attention", "quantizer": "Quantization",
-    "speculator": "Speculation",
-}  # fmt: skip
 
 
 def technique(resources: Resources, kind: str, optional: bool = False) -> None:
@@ -45,7 +41,7 @@ def technique(resources: Resources, kind: str, optional: bool = False) -> None:
     try:
         cls = resources.registry.get(kind, choice.name)
     except TwinferError as error:
-        st.error(parts.plain(error))
+        st.error(parts.plain(explain(error)))
         return
     st.caption(parts.plain(cls.summary))
     for reason in _why_not(cls, session.scenario()):
@@ -71,7 +67,9 @@ def unused(resources: Resources, kinds: Sequence[str]) -> None:
             if choice is not None:
                 resources.registry.build(kind, choice)
         except TwinferError as error:
-            st.warning(f"{parts.plain(error)}. It makes no difference here; the Techniques page has its control.")
+            st.warning(
+                f"{parts.plain(explain(error))}. It makes no difference here; the Techniques page has its control."
+            )
 
 
 def _why_not(cls: type[Any], scenario: Scenario, world: str = "simulator") -> list[str]:
@@ -79,7 +77,7 @@ def _why_not(cls: type[Any], scenario: Scenario, world: str = "simulator") -> li
         from twinfer.core.catalog import resolve_spec
 
         needs = Needs(world=world, device=scenario.device, model=resolve_spec(scenario.model))
-        return list(cls.why_not(needs))
+        return [in_controls(reason) for reason in cls.why_not(needs)]
     except TwinferError:  # the model's own error is shown with the results
         return []
 

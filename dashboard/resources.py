@@ -27,7 +27,7 @@ from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.run_store import RunStore
 from twinfer.core.technique import Needs
-from twinfer.dashboard.explain import explain
+from twinfer.dashboard.explain import explain, in_controls
 from twinfer.dashboard.jobs import JobManager, Task
 from twinfer.dashboard.scenario import Scenario
 
@@ -120,7 +120,9 @@ class Resources:
         done = [r for r in record.requests if r.num_output_tokens]
         refused = next((r.detail for r in record.requests if r.reason in ("rejected", "capacity", "error")), "")
         if refused and not done:
-            return Prediction(problem=f"no request can be served: {refused}", seconds=time.monotonic() - began)
+            return Prediction(
+                problem=f"no request can be served: {in_controls(refused)}", seconds=time.monotonic() - began
+            )
         return Prediction(record=record, sample=sample, partial=not record.complete, seconds=time.monotonic() - began)
 
     def load(self, run: str) -> RunRecord:
@@ -148,7 +150,7 @@ class Resources:
             if locate_weights(scenario.model) is None:
                 return f"the weights of {scenario.model} are not on this machine"
         except TwinferError as error:
-            return str(error)
+            return explain(error)
         for name in SIZES[1:]:
             if getattr(scenario, name) > 1:
                 return f"the engine shares a model over ranks by tensor parallelism alone, not by {name} {getattr(scenario, name)}"
@@ -156,10 +158,10 @@ class Resources:
             try:
                 cls = self.registry.get("speculator", scenario.speculator.name)
             except TwinferError as error:
-                return str(error)
+                return explain(error)
             reasons = cls.why_not(Needs(world="engine"))
             if reasons:
-                return "; ".join(reasons)
+                return in_controls("; ".join(reasons))
         if scenario.images_per_request:
             return "the engine serves the text of every model, and no images"
         if scenario.device != "auto":

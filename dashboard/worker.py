@@ -106,7 +106,7 @@ class Worker:
                 if self.stopped:
                     raise
                 failed += 1
-                self.emit("problem", task=index, text=str(error))
+                self.emit("problem", task=index, text=explain(error))
             except Cancelled:
                 raise
             except Exception as error:
@@ -201,7 +201,7 @@ def main(folder: str) -> int:
             worker.emit("end", state="failed", text=f"{type(error).__name__}: {error}")
             return 1
         # a plugin of the whole job does not load
-        worker.emit("end", state="failed", text=str(error))
+        worker.emit("end", state="failed", text=explain(error))
         return 2
     return 0
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from twinfer.core.errors import TwinferError
 from twinfer.core.goal import parse_goals
 from twinfer.dashboard import capacity, parts, session
-from twinfer.dashboard.explain import explain
+from twinfer.dashboard.explain import explain, in_controls
 from twinfer.dashboard.jobs import Job, Task
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.resources import Resources
@@ -123,7 +123,7 @@ def _answer(found: dict[str, Any]) -> None:
         st.info("The search was stopped before a device type was searched to the end.")
         return
     fleets = answer["fleets"]
-    (st.info if fleets else st.warning)(parts.plain(answer["sentence"]))
+    (st.info if fleets else st.warning)(parts.plain(in_controls(answer["sentence"])))
     if not found["complete"]:
         st.warning("The search was stopped: devices that are missing may be cheaper.")
     if fleets:
@@ -159,11 +159,11 @@ def _answer(found: dict[str, Any]) -> None:
         st.subheader("Why nothing cheaper will do", anchor=False)
         parts.rows(capacity.cheaper_rows(answer["cheaper"]))
     for device, why in answer["none"].items():
-        st.caption(f"No fleet of {parts.plain(device)}: {parts.plain(why)}")
+        st.caption(f"No fleet of {parts.plain(device)}: {parts.plain(in_controls(why))}")
     for source in dict.fromkeys(f"{f['device']}: {f['price_source']}" for f in fleets if f["price_source"]):
         st.caption(f"Price of {parts.plain(source)}")
     for note in answer["notes"]:
-        st.caption(parts.plain(note))
+        st.caption(parts.plain(in_controls(note)))
 
 
 __all__ = ["CapacityPage"]

@@ -169,7 +169,7 @@ def _load(resources: Resources, summary: RunSummary | None) -> RunRecord | None:
     try:
         return resources.load(summary.id)
     except (TwinferError, OSError, ValueError, KeyError) as error:
-        st.error(f"Run {parts.plain(summary.id)} cannot be read: {parts.plain(error)}")
+        st.error(f"Run {parts.plain(summary.id)} cannot be read: {parts.plain(explain(error))}")
         return None
 
 

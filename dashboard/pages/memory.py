@@ -12,7 +12,7 @@ from twinfer.core.errors import TwinferError
 from twinfer.core.memory import Fix
 from twinfer.dashboard import memory_charts, parts, session
 from twinfer.dashboard.choices import technique, unused
-from twinfer.dashboard.explain import explain
+from twinfer.dashboard.explain import explain, in_controls
 from twinfer.dashboard.memory_view import MemoryView, memory_view
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import Quantity, number
@@ -155,11 +155,15 @@ def _fixes(view: MemoryView) -> None:
     with st.container(key="fixes"):
         for index, fix in enumerate(offered):
             with st.container(horizontal=True, vertical_alignment="center"):
-                st.button("Apply", key=f"fix-{index}", on_click=session.edit, kwargs=_edit(fix), help=fix.change)
-                st.markdown(f"`{fix.change}`: {parts.plain(fix.effect)}")
+                st.button(
+                    "Apply", key=f"fix-{index}", on_click=session.edit, kwargs=_edit(fix), help=in_controls(fix.change)
+                )
+                st.markdown(f"**{parts.plain(in_controls(fix.change))}**: {parts.plain(fix.effect)}")
     if vain:
         with st.expander("Tried, not enough", key="vain"):
-            parts.rows([{"change": fix.change, "still missing (GiB)": number(-fix.spare / GIB)} for fix in vain])
+            parts.rows(
+                [{"change": in_controls(fix.change), "still missing (GiB)": number(-fix.spare / GIB)} for fix in vain]
+            )
 
 
 def _edit(fix: Fix) -> dict[str, Any]:

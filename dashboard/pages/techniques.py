@@ -14,7 +14,7 @@ from twinfer.core.guesses import in_words
 from twinfer.dashboard import figures, parts, session
 from twinfer.dashboard.choices import technique
 from twinfer.dashboard.combinations import Combination, combinations, interaction
-from twinfer.dashboard.explain import explain
+from twinfer.dashboard.explain import explain, in_controls
 from twinfer.dashboard.jobs import Job
 from twinfer.dashboard.pages import Page
 from twinfer.dashboard.quantities import BY_KEY, CHARTED, band_of, percent, value_of
@@ -182,7 +182,7 @@ def _chosen(mine: Prediction) -> None:
         )
     if reasons:
         with st.expander("Chosen automatically", key="reasons"):
-            parts.rows([{"setting": name, "choice and reason": text} for name, text in reasons.items()])
+            parts.rows([{"setting": name, "choice and reason": in_controls(text)} for name, text in reasons.items()])
 
 
 def _times(

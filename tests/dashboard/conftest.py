@@ -6,7 +6,7 @@ Makes the helper modules of this folder importable.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,16 @@ def slow_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slow-plugins")
     (folder / "slow.py").write_text(SLOW)
     return folder
+
+
+@pytest.fixture
+def no_cached_pages() -> Iterator[None]:
+    """Pages of this test share nothing with those of another."""
+    import streamlit as st
+
+    st.cache_resource.clear()
+    yield
+    st.cache_resource.clear()
 
 
 @pytest.fixture(scope="session")

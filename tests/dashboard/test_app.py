@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,9 @@ from twinfer.dashboard.jobs import JobManager
 from twinfer.dashboard.resources import task_of
 from twinfer.dashboard.scenario import Scenario
 
+pytestmark = pytest.mark.usefixtures("no_cached_pages")
+
 SMALL = {"num_requests": "4", "output_len": "8", "input_len": "16", "spread": "0"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    st.cache_resource.clear()
-    yield
-    st.cache_resource.clear()
 
 
 def _script(root: str, page: str, plugin_dirs: list[str]) -> None:
@@ -367,13 +362,15 @@ def test_images_have_controls_where_the_model_sees(page):
     at.text_input(key="w_image_size").set_value("wide").run()
     assert any("write 1024 or 1024x768" in text for text in warned(at)) and shown_url(at)["image_size"] == "1280x720"
     at.number_input(key="w_image_tokens").set_value(64).run()
-    assert not at.exception and any("--image-tokens=64" in e.value for e in at.error)  # a size says how many there are
+    assert not at.exception and any(
+        "Tokens per image=64" in e.value for e in at.error
+    )  # a size says how many there are
 
 
 def test_images_of_a_model_that_sees_none_can_be_left_out(page):
     at = page(images_per_request="1", **SMALL)
     assert any("smollm2-135m takes no images" in text for text in warned(at))
-    assert any("--images-per-request" in e.value for e in at.error)
+    assert any("Images per request" in e.value for e in at.error)
     at.button(key="no-images").click().run()
     assert not at.exception and not at.error and "images_per_request" not in shown_url(at)
 
@@ -386,7 +383,7 @@ def test_other_pages_count_images(page, name):
     if name == "roofline":
         assert "vision_qkv_proj" in "\n".join(t.value.to_string() for t in at.table).replace("\\", "")
     wrong = page(name, **{**params, "model": "llama-3.1-8b"})
-    assert any("--images-per-request" in e.value for e in wrong.error)
+    assert any("Images per request" in e.value for e in wrong.error)
     assert wrong.button(key="no-images")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from twinfer.core.errors import ConfigError
@@ -17,6 +16,8 @@ from twinfer.core.registry import Registry
 from twinfer.dashboard import capacity
 from twinfer.dashboard.scenario import Scenario
 from twinfer.simulator.plan import Plan, plan
+
+pytestmark = pytest.mark.usefixtures("no_cached_pages")
 
 REGISTRY = Registry(entry_points=False)
 ASKED = {
@@ -152,9 +153,12 @@ def test_cheaper_fleets_say_what_each_lacks() -> None:
     first, second = capacity.cheaper_rows(CHEAPER)
     assert first == {"fleet": "2 x l40s", "devices": "2", "US$/h": "1.58", "why not": "TTFT p90 would be 0.9 s"}
     assert second["US$/h"] == "no price"
-    told = {**CHEAPER[0], "why": "--max-model-len=1785: one request of 1785 tokens needs 0.55 GiB; try --tp 2"}
+    told = {
+        **CHEAPER[0],
+        "why": "--max-model-len=1785: one request of 1785 tokens needs 0.55 GiB; try --tp 2, or --quant fp8",
+    }
     (row,) = capacity.cheaper_rows([told])
-    assert row["why not"] == "one request of 1785 tokens needs 0.55 GiB; try --tp 2"
+    assert row["why not"] == "one request of 1785 tokens needs 0.55 GiB; try Tensor parallel 2, or Quantization fp8"
 
 
 def test_an_answer_of_another_version_is_none(tmp_path: Path, found: dict[str, Any]) -> None:
@@ -166,13 +170,6 @@ def test_an_answer_of_another_version_is_none(tmp_path: Path, found: dict[str, A
 
 
 # --- the page ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    st.cache_resource.clear()
-    yield
-    st.cache_resource.clear()
 
 
 def _script(root: str) -> None:

@@ -106,7 +106,7 @@ def test_a_task_that_cannot_run_leaves_the_others_their_turn(jobs: JobManager):
 
 def test_a_job_of_which_nothing_runs_failed(jobs: JobManager):
     job = until(jobs, jobs.start([task_of(CHEAP.edited(scheduler="nope"), "simulator", "x")], "x"), over)
-    assert job.state == "failed" and "--scheduler" in job.problems[0] and job.records == {}
+    assert job.state == "failed" and "Scheduler=" in job.problems[0] and job.records == {}
 
 
 def test_a_killed_worker_is_a_failed_job_and_nothing_else_breaks(jobs: JobManager, tmp_path: Path):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import streamlit as st
 from pydantic import ValidationError
 from streamlit.testing.v1 import AppTest
 
 from twinfer.core.config import Choice, EngineConfig
-from twinfer.dashboard.explain import explain
+from twinfer.dashboard.explain import explain, in_controls
 from twinfer.dashboard.forms import OptionField, seed_of
 from twinfer.dashboard.link import MOST, VIEW, read
 from twinfer.dashboard.scenario import Scenario
+
+pytestmark = pytest.mark.usefixtures("no_cached_pages")
 
 PAGES = ("techniques", "compare", "memory", "roofline", "capacity")
 SMALL = {"num_requests": "2", "output_len": "4", "input_len": "8", "spread": "0"}
@@ -32,13 +33,6 @@ RAW = (
     "Traceback",
     "pydantic",
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    st.cache_resource.clear()
-    yield
-    st.cache_resource.clear()
 
 
 def _script(root: str, page: str) -> None:
@@ -162,7 +156,7 @@ def test_options_of_a_technique_that_cannot_be(page, name, options, value):
     given = {flag: rest for flag, _, rest in (option.partition(":") for option in options)}
     at = page(name, {**SMALL, **{f.strip("-").replace("-", "_"): f"{rest}={value}" for f, rest in given.items()}})
     for flag in given:
-        told = [text for text in said(at) if text.startswith(flag)]
+        told = [text for text in said(at) if text.startswith(in_controls(flag))]
         assert told and all("; give" in text for text in told), said(at)
 
 
@@ -178,7 +172,8 @@ def test_techniques_that_are_none(page, value):
     told = said(page("memory", {**SMALL, **dict.fromkeys(flags, value)}))
     for kind, flag in flags.items():
         assert any(
-            text.startswith((flag, f"{kind}=")) and any(word in text for word in ("known:", "write NAME", "give"))
+            text.startswith((in_controls(flag), f"{kind}="))
+            and any(word in text for word in ("known:", "write NAME", "give"))
             for text in told
         ), (kind, told)
 
@@ -186,14 +181,14 @@ def test_techniques_that_are_none(page, value):
 @pytest.mark.parametrize("value", ["nope", "/dev/zero", "/", "..", "💥", "\0", "http://x", "owner/..", "~nobody"])
 def test_models_and_devices_that_are_none(page, value):
     assert any(value.replace("\0", "x00") in text for text in said(page("memory", {**SMALL, "model": value})))
-    assert any(text.startswith("--device=") for text in said(page("memory", {**SMALL, "device": value})))
+    assert any(text.startswith("Device=") for text in said(page("memory", {**SMALL, "device": value})))
 
 
 @pytest.mark.parametrize("name", ["techniques", "roofline", "capacity"])
 def test_other_pages_name_a_model_or_device_that_is_none(page, name):
     assert any("'nope'" in text for text in said(page(name, {**SMALL, "model": "nope"})))
     assert any(
-        t.startswith("--device='nope'") for t in said(page(name, {**SMALL, "device": "nope", "plan_devices": "nope"}))
+        t.startswith("Device='nope'") for t in said(page(name, {**SMALL, "device": "nope", "plan_devices": "nope"}))
     )
 
 
@@ -222,11 +217,20 @@ def test_edits_name_the_control_and_what_would_work():
     assert explain(error.value) == "Rows in a batch=0: is too small; give at least 1"
     with pytest.raises(ValidationError) as error:
         Scenario(max_model_len=1).config()
-    assert explain(error.value) == "--max-model-len=1: is too small; give at least 2"
+    assert explain(error.value) == "Context=1: is too small; give at least 2"
     with pytest.raises(ValidationError) as error:
         EngineConfig(**{"model": "m", "nope": 1})
-    assert explain(error.value) == "--nope=1: is not known; leave it out"
+    assert explain(error.value) == "nope=1: is not known; leave it out"
     assert explain(KeyError("x")).startswith("internal error")
+
+
+def test_options_of_the_command_line_are_called_what_their_controls_are_called():
+    told = "--tp=3: no; try --tp 4 --quant int4, --kv-dtype fp8 or --max-num-batched-tokens 512 (--price l40s=1), not a--tp"
+    assert in_controls(told) == (
+        "Tensor parallel=3: no; try Tensor parallel 4 Quantization int4, KV data type fp8 or Tokens per step 512 "
+        "(the command line's --price l40s=1), not a--tp"
+    )
+    assert in_controls("--scheduler='x': unknown") == "Scheduler='x': unknown"
 
 
 def test_choices_of_any_text_are_kept_as_text():
