@@ -15,7 +15,8 @@ from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
 from twinfer.core.request import Request
 from twinfer.core.setup import Setup
-from twinfer.core.workload import Setting, Workload
+from twinfer.core.workload import Workload
+from twinfer.core.workload_source import Setting
 from twinfer.plugins.workload.synthetic import _tokens
 from twinfer.plugins.workload.traces import AzureTrace
 from twinfer.simulator.driver import SimInbox, engine

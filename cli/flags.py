@@ -106,7 +106,7 @@ class Scenario:
         """An option that would change nothing is a mistake."""
         from twinfer.cli.show import note
         from twinfer.core.errors import ConfigError
-        from twinfer.core.workload import source_of
+        from twinfer.core.workload_source import source_of
 
         g = self.given
         source = source_of(workload, self.session.registry)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from twinfer.core.records import RunRecord
     from twinfer.core.run_files import RunStoreError
     from twinfer.core.run_store import RunStore
-    from twinfer.core.workload import Encode, Workload
+    from twinfer.core.workload import Workload
+    from twinfer.core.workload_source import Encode
 
 
 OnAnswer: TypeAlias = "Callable[[str, str], None]"

@@ -21,7 +21,8 @@ from twinfer.core.session import History
 from twinfer.core.vision import AnySize, Cut, Image, VisionSpec
 
 if TYPE_CHECKING:
-    from twinfer.core.workload import Draft, Setting, Workload
+    from twinfer.core.workload import Workload
+    from twinfer.core.workload_source import Draft, Setting
 
 MOST_IMAGES = 256  # of a request in the mean
 MOST_PIXELS = 2**16  # of a side

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.session import History
-from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload, WorkloadSource
+from twinfer.core.workload import MAX_TOKENS, Workload
+from twinfer.core.workload_source import Draft, Setting, WorkloadSource
 
 
 def drafts_of(source: WorkloadSource, workload: Workload, setting: Setting) -> list[Draft]:

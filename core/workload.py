@@ -7,16 +7,14 @@ Invariants
 * Equal workload, vocabulary, context length and encoder give equal requests in equal order.
 * Requests are sorted by arrival, the first arrives at 0; ids are `r0, r1, ...` in that order.
 * Synthetic prompts share no block with each other but the `shared_prefix` that was asked for.
-* Where requests come from is a plugin (kind `workload`); this module only describes and checks.
+* Where requests come from is a plugin (kind `workload`, `workload_source.py`); this module describes, checks and asks it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator, model_validator
 
@@ -27,7 +25,8 @@ from twinfer.core.mistakes import first_mistake
 from twinfer.core.params import MAX_SAMPLES, SamplingParams
 from twinfer.core.request import Request
 from twinfer.core.session import Follows
-from twinfer.core.vision import Image, VisionSpec
+from twinfer.core.vision import VisionSpec
+from twinfer.core.workload_source import Draft, Encode, Setting, source_of
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 DEFAULT_NUM_REQUESTS = 100
 MAX_REQUESTS, MAX_TOKENS = 10**7, 2**24
 """Largest workload and length of a request: beyond any use, and still no wait without end."""
-Encode = Callable[[str], Sequence[int]]
 
 
 class Workload(BaseModel):
@@ -227,93 +225,6 @@ def _require(option: str, value: object, ok: bool, fix: str) -> None:
         raise ConfigError(option, value, "out of range", fix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a workload plugin may depend on besides the workload.
-
-    encode: text to token ids; None where no tokenizer is at hand (what-if runs without the model).
-    first: number of the first request: sources that make prompts up number them from here.  loop: how often the trace
-    has been read before.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    encode: Encode | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    first: int = 0
-    loop: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A request as a plugin proposes it: `arrival` in s from any origin, None where it has no time.
-
-    session: turns of one session have its name and come one after the other; only the first has a time, and `prompt` of
-    the others is what they add.  think_s: seconds from the end of the turn before; None draws them (`think_time`).
-    shared: tokens that it begins with and other prompts may, too.  images: those in `prompt`.
-    """
-
-    prompt: Sequence[int]
-    output_len: int
-    arrival: float | None = None
-    temperature: float | None = None
-    session: str | None = None
-    think_s: float | None = None
-    shared: int = 0
-    images: tuple[Image, ...] = ()
-
-
-class WorkloadSource(Protocol):
-    """Contract of workload plugins (beside `Technique`'s attributes).
-
-    A class may name in `ignores` the fields of `Workload` that mean nothing to it; the command line refuses them.
-    Rows can be drawn at random from one with the methods `made_up(number, length, workload, setting)`, a prompt, and
-    `chances(stream, workload)`, an iterator of numbers in [0, 1); the latter also times the turns of sessions.
-    """
-
-    @classmethod
-    def accepts(cls, workload: Workload) -> bool:
-        """Whether this source can serve `workload` when none was named (a look at its file is fine)."""
-        ...
-
-    def drafts(self, workload: Workload, setting: Setting) -> Sequence[Draft]:
-        """The requests, in order of arrival when they have times. Raises ConfigError for a bad file."""
-        ...
-
-    def arrivals(self, workload: Workload, num: int) -> Sequence[float]:
-        """`num` arrival times in s by the workload's rate, used where drafts have none or `rate` was given."""
-        ...
-
-
-def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadSource:
-    """The plugin that serves `workload`: the one it names, else the first that accepts it."""
-    if registry is None:
-        from twinfer.core.registry import default_registry
-
-        registry = default_registry()
-    if workload.source is not None:
-        named: WorkloadSource = registry.build("workload", workload.source)
-        return named
-    for name in registry.names("workload"):
-        if registry.get("workload", name).accepts(workload):
-            found: WorkloadSource = registry.build("workload", Choice(name=name))
-            return found
-    if workload.trace is not None and not Path(workload.trace).is_file():
-        raise ConfigError("--trace", workload.trace, "no such file", "check the path")
-    name = workload.trace or ""
-    why = (
-        ": it is empty"
-        if name and not Path(name).stat().st_size
-        else ": unpack it first"
-        if name.endswith(".gz")
-        else ""
-    )
-    raise ConfigError(
-        "--trace", workload.trace, f"no workload plugin can read it{why}",
-        f"give a file for one of: {', '.join(registry.names('workload'))}",
-    )  # fmt: skip
-
-
 def generate(
     workload: Workload,
     vocab_size: int,
@@ -406,7 +317,4 @@ def _params(workload: Workload, draft: Draft) -> SamplingParams:
     )  # fmt: skip
 
 
-__all__ = [
-    "DEFAULT_NUM_REQUESTS", "Draft", "Encode", "Setting", "Workload", "WorkloadSource", "generate",
-    "make_workload", "source_of",
-]  # fmt: skip
+__all__ = ["DEFAULT_NUM_REQUESTS", "MAX_REQUESTS", "MAX_TOKENS", "Workload", "generate", "make_workload"]

@@ -33,7 +33,8 @@ from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
 from twinfer.core.routing import Router
-from twinfer.core.workload import Encode, Workload
+from twinfer.core.workload import Workload
+from twinfer.core.workload_source import Encode
 from twinfer.plugins.op_time.calibrated import jitter_of
 from twinfer.simulator.autoscale import Scaler
 from twinfer.simulator.bands import bands_of

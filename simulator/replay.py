@@ -32,7 +32,8 @@ from twinfer.core.request import Request
 from twinfer.core.session import whole_prompts
 from twinfer.core.spec import ModelSpec
 from twinfer.core.work import StepShape, step_ops
-from twinfer.core.workload import Encode, Workload, generate
+from twinfer.core.workload import Workload, generate
+from twinfer.core.workload_source import Encode
 from twinfer.plugins.workload.synthetic import _tokens
 from twinfer.simulator.recorded_passes import RecordedPasses
 from twinfer.simulator.run import OnProgress, ShouldStop, passes_of, prepare, run_world

@@ -35,7 +35,8 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
 from twinfer.core.setup import Setup
 from twinfer.core.work import Op, StepShape
-from twinfer.core.workload import Encode, Workload, generate, source_of
+from twinfer.core.workload import Workload, generate
+from twinfer.core.workload_source import Encode, source_of
 from twinfer.plugins.op_time.calibrated import coverage, jitter_of, recording_of
 from twinfer.simulator.bands import bands_of
 from twinfer.simulator.driver import SimInbox, arrivals, engine

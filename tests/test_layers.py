@@ -24,7 +24,7 @@ PURE = frozenset({
     "cache_groups", "prefix_tree",
     "expert_load", "expert_ops", "latent_ops", "parallel_ops", "ring_ops", "speculation", "state_ops",
     "guess_tree", "guesses",
-    "work", "workload",
+    "work", "workload", "workload_source",
 })  # fmt: skip
 """core/*.py that are functions of their arguments: the state machine, its values and its contracts."""
 

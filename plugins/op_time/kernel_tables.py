@@ -21,7 +21,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from twinfer.core.device import DeviceSpec
 
 Item = TypeVar("Item")
 Shape = tuple[float, ...]
@@ -228,4 +231,10 @@ def median_rows(keys: Sequence[tuple[Shape, float]], seconds: Sequence[float]) -
     return {key: sorted(values)[len(values) // 2] for key, values in found.items()}
 
 
-__all__ = ["Answer", "Bound", "Curve", "KernelTable", "Shape", "median_rows"]
+def peak_of(device: DeviceSpec, dtype: str) -> float:
+    """FLOP/s of the device in a dtype of the tables."""
+    peaks = device.peak_flops
+    return peaks.get("fp8" if dtype.startswith("fp8") else "bfloat16") or peaks.get("float16") or max(peaks.values())
+
+
+__all__ = ["Answer", "Bound", "Curve", "KernelTable", "Shape", "median_rows", "peak_of"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -32,10 +32,11 @@ from twinfer.core import technique
 from twinfer.core.errors import ConfigError
 from twinfer.core.op_time import OpTime
 from twinfer.core.technique import Needs, Technique
-from twinfer.core.work import MoEShape, Op, RowShape, visible_pairs
+from twinfer.core.work import MoEShape, Op
+from twinfer.plugins.op_time.attention_tables import AttentionTables
 from twinfer.plugins.op_time.exchange_tables import ExchangeTables
 from twinfer.plugins.op_time.expert_tables import ExpertTables
-from twinfer.plugins.op_time.kernel_tables import Answer, KernelTable, Shape, median_rows
+from twinfer.plugins.op_time.kernel_tables import Answer, KernelTable, Shape, median_rows, peak_of
 from twinfer.plugins.op_time.latent_tables import LatentTables
 from twinfer.plugins.op_time.stacks import STACKS, STREAMING, Stack
 from twinfer.plugins.op_time.state_tables import StateTables
@@ -54,7 +55,6 @@ PARTIAL = 0.2  # a version with fewer rows than this share of the fullest one's 
 NARROWER = 0.9
 """Weights of fewer than this share of a table's bytes are of another format (scales add a few per cent, never take)."""
 _GEMM_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16"}
-_KV_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "fp8": "fp8"}
 _TABLES = {"gemm": "gemm_perf", "attention": "generation_attention_perf", "comm": "custom_allreduce_perf"}
 VERSION_SPREAD = {"gemm": 0.13, "attention": 0.10, "comm": 0.25}
 """Between versions of a stack, same kernel and shape: "between versions" of `bench/fidelity_tables.py`, H100 and H200,
@@ -157,6 +157,7 @@ class SystemTables:
         self.folder, self.stack, self.version = folder, stack, version
         self.label = f"{folder.name}, {stack} {version or 'newest'}"
         self._known: dict[tuple[Any, ...], KernelTable | None] = {}
+        self.attention = AttentionTables(self._read, stack)
         self.experts = ExpertTables(self._read, stack)
         self.latent = LatentTables(self._read, stack, self._product_seconds)
         self.exchange = ExchangeTables(self._read, stack)
@@ -181,7 +182,7 @@ class SystemTables:
         if op.kind == "gemm" and len(op.shape) == 3:
             return self._product(op, device, fp8, dynamic)
         if op.kind == "attention" and len(op.shape) == 5 and op.shape[2] == op.shape[3]:
-            return self._attention(op, device)
+            return self.attention.time(op, device)
         if op.kind == "comm" and op.comm_bytes > 0:
             answer = self.exchange.time(op, device)
             if answer is not None and fused_all_reduce and op.name == "all_reduce":
@@ -303,7 +304,7 @@ class SystemTables:
             rows = self._read("gemm", "gemm_perf", self.stack, ["gemm_dtype", "m", "n", "k", "latency"])
             if rows is None or dtype not in rows["gemm_dtype"]:
                 return None
-            peak, bandwidth = _peak(device, dtype), device.memory_bandwidth
+            peak, bandwidth = peak_of(device, dtype), device.memory_bandwidth
             width = 1.0 if dtype.startswith("fp8") else 2.0
 
             def bound(shape: Shape, m: float) -> float:
@@ -321,65 +322,6 @@ class SystemTables:
 
         return self._table(("gemm", dtype), make)
 
-    # --- attention ------------------------------------------------------------------------------
-
-    def prefill(self, device: DeviceSpec, head_dim: int, window: int, kv_dtype: str) -> KernelTable | None:
-        """Shapes (query heads, KV heads, prompts) over the length of each prompt."""
-        return self._attention_table("context", device, head_dim, window, kv_dtype)
-
-    def decode(self, device: DeviceSpec, head_dim: int, window: int, kv_dtype: str) -> KernelTable | None:
-        """Shapes (query heads, KV heads, batch) over the context."""
-        return self._attention_table("generation", device, head_dim, window, kv_dtype)
-
-    def _attention_table(
-        self, kind: str, device: DeviceSpec, head_dim: int, window: int, kv_dtype: str
-    ) -> KernelTable | None:
-        def make() -> KernelTable | None:
-            axis = "isl" if kind == "context" else "step"
-            columns = [
-                "batch_size", axis, "num_heads", "num_key_value_heads", "head_dim", "window_size", "kv_cache_dtype",
-                "attn_dtype", "latency",
-            ]  # fmt: skip
-            rows = self._read("attention", f"{kind}_attention_perf", self.stack, columns)
-            if rows is None:
-                return None
-            found: dict[bool, list[tuple[tuple[Shape, float], float]]] = {False: [], True: []}
-            for batch, x, heads, kv_heads, dim, wide, kv, computed, ms in zip(*(rows[c] for c in columns), strict=True):
-                if dim == head_dim and wide == window and _KV_DTYPES.get(kv) == kv_dtype:
-                    key = ((heads, kv_heads, batch), x if kind == "context" else x + 1)
-                    found[computed == kv_dtype == "fp8"].append((key, ms * 1e-3))
-            points = found[True] or found[False]  # where KV is in FP8, stacks compute in it when they can
-            if not points:
-                return None
-            bound = attention_bound(kind, device, head_dim, window, 1.0 if kv_dtype == "fp8" else 2.0)
-            return KernelTable(median_rows([key for key, _ in points], [s for _, s in points]), bound, lerp=True)
-
-        return self._table((kind, head_dim, window, kv_dtype), make)
-
-    def _attention(self, op: Op, device: DeviceSpec) -> Answer | None:
-        heads, kv_heads, head_dim, _, window = op.shape
-        kv_dtype = _KV_DTYPES.get(op.kv_dtype or op.dtype)
-        if kv_dtype is None:
-            return None
-        decode = [row.keys for row in op.rows if row.queries == 1]
-        prefill = [row for row in op.rows if row.queries > 1]
-        parts: list[Answer] = []
-        if decode:
-            table = self.decode(device, head_dim, window, kv_dtype)
-            answer = table and table.time((heads, kv_heads, len(decode)), max(1.0, sum(decode) / len(decode)))
-            if not answer:
-                return None
-            parts.append(answer)
-        if prefill:
-            table = self.prefill(device, head_dim, window, kv_dtype)
-            if table is None:
-                return None
-            parts.append(_prompts(table, heads, kv_heads, prefill))
-        floor = _LAUNCH * (len(parts) - 1)
-        seconds = max(sum(p.seconds for p in parts) - floor, max(p.seconds for p in parts))
-        most = max(parts, key=lambda p: p.seconds)
-        return Answer(seconds, max(p.spread for p in parts), most.source, most.detail)
-
     # --- collectives ----------------------------------------------------------------------------
 
     def collective(self, name: str, device: DeviceSpec) -> KernelTable | None:
@@ -387,45 +329,10 @@ class SystemTables:
         return self.exchange.collective(name, device)
 
 
-_LAUNCH = 8e-6  # s: attention's launch overhead within the bounds below
 NARROWED = 3.0  # bytes a value moved by the kernel that narrows bfloat16 to FP8
 STREAMED = 0.8  # of the bandwidth that a streaming kernel reaches (`elementwise_memory` of measured devices)
 STREAM_SPREAD = 0.15
 HOST_SPREAD = 0.5  # the range that is published
-
-
-def attention_bound(
-    kind: str, device: DeviceSpec, head_dim: int, window: int, kv_width: float
-) -> Callable[[Shape, float], float]:
-    """Least seconds of `batch` rows: prompts of `x` tokens, or one query each over `x` keys."""
-    peak, bandwidth = _peak(device, "bfloat16"), device.memory_bandwidth
-
-    def context(shape: Shape, x: float) -> float:
-        heads, kv_heads, batch = shape
-        inside = min(x, window) if window else x
-        pairs = inside * (inside + 1) / 2 + (x - inside) * inside
-        size = batch * x * (4 * heads * head_dim + 2 * kv_width * kv_heads * head_dim)
-        return _LAUNCH + max(4 * batch * heads * head_dim * pairs / (0.6 * peak), size / (0.8 * bandwidth))
-
-    def generation(shape: Shape, x: float) -> float:
-        heads, kv_heads, batch = shape
-        keys = batch * (min(x, window) if window else x)
-        size = keys * 2 * kv_heads * head_dim * kv_width
-        return _LAUNCH + max(size / (0.85 * bandwidth), 4 * keys * heads * head_dim / (0.4 * peak))
-
-    return context if kind == "context" else generation
-
-
-def _prompts(table: KernelTable, heads: int, kv_heads: int, rows: Sequence[RowShape]) -> Answer:
-    """Prompts, or chunks of prompts, in one launch: as long as equal prompts, as many, with as many pairs in all."""
-    pairs = sum(visible_pairs(row.queries, row.keys) for row in rows) / len(rows)
-    length = max(1.0, (math.sqrt(8 * pairs + 1) - 1) / 2)
-    answer = table.time((heads, kv_heads, len(rows)), length)
-    assert answer is not None
-    if all(row.queries == row.keys == rows[0].keys for row in rows):
-        return answer
-    words = f"{answer.detail}, as {len(rows)} prompt(s) of {length:.0f}"
-    return Answer(answer.seconds, answer.spread + 0.05, "transferred", words)
 
 
 def _at(table: KernelTable | None, k: int, m: int) -> float | None:
@@ -442,11 +349,6 @@ def _less(answer: Answer, saved: float | None, why: str) -> Answer:
     return replace(answer, seconds=seconds, detail=f"{answer.detail}; {why}: -{saved * 1e6:.1f} us")
 
 
-def _peak(device: DeviceSpec, dtype: str) -> float:
-    peaks = device.peak_flops
-    return peaks.get("fp8" if dtype.startswith("fp8") else "bfloat16") or peaks.get("float16") or max(peaks.values())
-
-
 def _soft_max(a: float, b: float, power: float = 4.0) -> float:
     high, low = max(a, b), min(a, b)
     return high * (1 + (low / high) ** power) ** (1 / power)
@@ -458,4 +360,4 @@ def _order(version: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(p), "") if p.isdigit() else (-1, p) for p in parts)
 
 
-__all__ = ["SYSTEMS", "Silicon", "SystemTables", "attention_bound", "installed_folder"]
+__all__ = ["SYSTEMS", "Silicon", "SystemTables", "installed_folder"]

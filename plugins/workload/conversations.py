@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from twinfer.core.errors import ConfigError
-from twinfer.core.workload import Draft, Setting, Workload
+from twinfer.core.workload import Workload
+from twinfer.core.workload_source import Draft, Setting
 from twinfer.plugins.workload.prompts import encoded
 from twinfer.plugins.workload.synthetic import PoissonArrivals
 from twinfer.plugins.workload.traces import _nonempty, _reading

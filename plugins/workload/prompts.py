@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from twinfer.core.errors import ConfigError, RequestError
-from twinfer.core.workload import Draft, Setting, Workload
+from twinfer.core.workload import Workload
+from twinfer.core.workload_source import Draft, Setting
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
 from twinfer.plugins.workload.traces import _count, _nonempty, json_lines
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from twinfer.core.errors import ConfigError
-from twinfer.core.workload import Draft, Setting, Workload
+from twinfer.core.workload import Workload
+from twinfer.core.workload_source import Draft, Setting
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
 from twinfer.plugins.workload.traces import RECORDED, _count, _nonempty, json_lines
 

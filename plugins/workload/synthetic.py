@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from twinfer.core.technique import Technique
-from twinfer.core.workload import DEFAULT_NUM_REQUESTS, MAX_TOKENS, Draft, Setting, Workload
+from twinfer.core.workload import DEFAULT_NUM_REQUESTS, MAX_TOKENS, Workload
+from twinfer.core.workload_source import Draft, Setting
 
 _STRIDE = 7919  # a prime: start tokens of neighbours lie far apart and do not repeat early
 _LONG = 256  # tokens beyond which a prompt is made when it is sliced

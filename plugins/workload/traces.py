@@ -21,7 +21,8 @@ from pydantic import Field
 
 from twinfer.core.errors import ConfigError, figure
 from twinfer.core.technique import Options as TechniqueOptions
-from twinfer.core.workload import MAX_TOKENS, Draft, Setting, Workload
+from twinfer.core.workload import MAX_TOKENS, Workload
+from twinfer.core.workload_source import Draft, Setting
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
 
 RECORDED = ("output_len", "input_len", "lengths", "spread", "shared_prefix", "num_prefixes")
