@@ -83,7 +83,7 @@ def test_a_format_is_measured_on_its_own_kernels(tiny_llama_dir: Path) -> None:
 
 
 def test_drift_and_jitter_are_told_apart() -> None:
-    from twinfer.core.runtime.measure import drift_of
+    from twinfer.core.runtime.measure_steps import drift_of
 
     steady = [(i * 0.1, 1.0 + 0.001 * (i % 3)) for i in range(200)]
     assert max(drift_of(steady)) < 0.002
