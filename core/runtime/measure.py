@@ -84,7 +84,9 @@ def measure(
         copies: list[float] = []
         rounds = 0
         share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
-        while time.perf_counter() < deadline and rounds < max_rounds:
+        while not rounds or (
+            time.perf_counter() < deadline and rounds < max_rounds
+        ):  # loading may have taken all of it
             for job in jobs:
                 check()
                 left = deadline - time.perf_counter()

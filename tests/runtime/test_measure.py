@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,6 +65,24 @@ def test_what_cannot_be_measured_is_refused(tiny_llama_dir: Path) -> None:
         measure(str(tiny_llama_dir), budget_s=1, registry=REGISTRY)
     with pytest.raises(ModelError, match="llama-2-70b"):
         measure("llama-2-70b", budget_s=20, registry=REGISTRY)
+
+
+def test_a_budget_that_loading_used_up_still_gives_one_round(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinfer.core.runtime import measure as module
+
+    late = [0.0]
+    load, clock = module._load, time.perf_counter
+
+    def slow(*given: Any) -> Any:
+        late[0] = 11.0
+        return load(*given)
+
+    monkeypatch.setattr(module, "_load", slow)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock() + late[0]))
+    found = module.measure(str(tiny_llama_dir), budget_s=10, registry=REGISTRY)
+    assert len(found.steps) > 20 and all(step.total.seconds > 0 for step in found.steps) and found.runs
 
 
 def test_a_format_is_measured_on_its_own_kernels(tiny_llama_dir: Path) -> None:
