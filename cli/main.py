@@ -5,7 +5,8 @@ Invariants
 * Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback.
 * A question that was answered with no (it does not fit, no fleet will do) ends with exit code 3, also with `--json`.
 * With `--json`, stdout holds one JSON document and nothing else; progress and notes go to stderr.
-* Ctrl-C ends with exit code 130, after the part of the run that is done has been saved.
+* Ctrl-C ends with exit code 130 and says so: at once while nothing has begun, else after the part that is done has been
+  saved.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ class Commands(TyperGroup):
             session = Session(ctx.params.get("plugin_module") or (), ctx.params.get("plugins_dir") or ())
             found = session.command(cmd_name)
         return found
+
+    def invoke(self, ctx: Any) -> Any:
+        """Ctrl-C where nothing long goes on yet is said, too (`show.interruptible` says it elsewhere)."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """A wrong name is answered with the known ones."""

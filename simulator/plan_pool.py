@@ -109,6 +109,17 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """What comes now waits for this thread, and never reaches a child that is started now, not even while its interpreter
+    starts: a child keeps what its parent held back."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ProcessPool:
     """`workers` child processes."""
 
@@ -127,7 +138,7 @@ class ProcessPool:
         return self._workers - len(self._running)
 
     def submit(self, trial: Trial) -> None:
-        with _no_main():
+        with _no_main(), _signals_held():  # children may be started now
             self._running[self._executor.submit(_answer, trial)] = trial
 
     def collect(self) -> Done:

@@ -165,10 +165,11 @@ class Ranks:
         mine, theirs = Pipe()
         device = f"cuda:{rank}" if self.device.type == "cuda" else "cpu"
         with theirs:
-            # stdin is the life line: it closes with this process, however that ends. What a rank prints is no output.
+            # stdin is the life line: it closes with this process, however that ends. What a rank prints is no output. In a
+            # group of its own it hears of no Ctrl-C of the terminal, not even while its interpreter starts.
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno())],
-                stdin=subprocess.PIPE, stdout=sys.__stderr__, pass_fds=(theirs.fileno(),),
+                stdin=subprocess.PIPE, stdout=sys.__stderr__, pass_fds=(theirs.fileno(),), process_group=0,
                 env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
             )  # fmt: skip
         self.processes.append(process)

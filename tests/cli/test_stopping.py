@@ -103,6 +103,16 @@ def test_a_text_that_is_stopped_before_its_first_chunk_has_no_score(
     assert (ran.code, ran.out, ran.err) == (130, "", "stopped, nothing is kept\n")
 
 
+def test_ctrl_c_between_two_things_that_take_long_is_said(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinfer.cli.session.Session.registry", property(press))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ran = cli("devices")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ran.code, ran.out, ran.err) == (130, "", "stopped\n")
+
+
 def stopped(body: Callable[[show.Interrupt], None], keeps: bool = True) -> BaseException | None:
     try:
         with show.interruptible(keeps) as should_stop:

@@ -196,7 +196,7 @@ def test_a_loss_is_shown_as_one(page):
         ({"model": "no-such-model"}, "no-such-model"),
         ({"scheduler": "nope"}, "no such scheduler"),
         ({"scheduler": "continuous:nope=1"}, "no option"),
-        ({"shared_prefix": "500"}, "shared-prefix"),
+        ({"shared_prefix": "500"}, "Shared prefix"),
         ({"device": "no-such-device"}, "no-such-device"),
     ],
 )

@@ -276,7 +276,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_its_record(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 def test_ranks_end_with_their_engine(how: signal.Signals, tiny_llama_dir: Path) -> None:
-    """Killed, or stopped by Ctrl-C, which a terminal sends to the ranks, too."""
+    """Killed, or stopped by Ctrl-C, which a terminal sends to the whole group of the engine."""
     code = (
         "import signal, sys\nfrom twinfer import LLM, SamplingParams\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a test run in the background ignores it
@@ -290,6 +290,7 @@ def test_ranks_end_with_their_engine(how: signal.Signals, tiny_llama_dir: Path) 
         assert line, engine.stderr.read().decode()
         rank = int(line)
         os.kill(rank, 0)
+        assert os.getpgid(rank) == rank, "what a terminal sends to the engine's group does not reach it"
         if how is signal.SIGINT:
             os.killpg(engine.pid, how)
         else:
