@@ -13,6 +13,9 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python;
 	"$$python" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$python" && break; done)
 HOUSE := core plugins kernels simulator dashboard cli
 PYTEST_ARGS ?=
+# Test processes beside pytest's own: one a CPU, at most four (each may hold a model), and none where tests are named,
+# since most files are done before such processes are up. PYTEST_ARGS="-n 0" overrides it.
+WORKERS = $(if $(findstring tests/,$(PYTEST_ARGS)),0,logical)
 
 # What pip says, down to large downloads and the number of packages, and all of it from the first error on.
 define TELL
@@ -53,8 +56,10 @@ demo: $(STAMP)
 	$(BIN)/twinfer demo
 
 # One thread: two that wait for each other on a busy machine take several times as long.
+# A file's tests stay in one process, since they share models and servers; files are taken in order.
 test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest \
+		-n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # mypy resolves `twinfer` through a link in .venv, since the checkout may have any name.
 lint: $(STAMP)
