@@ -7,36 +7,28 @@ Invariants
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from twinfer.core.host import cpu_name, packed_products
+
 
 def fingerprint() -> dict[str, Any]:
-    """CPU, number of cores and torch version of this machine."""
+    """CPU, number of cores, torch version and kind of packed products of this machine."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
-    return {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch}
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch, "products": packed_products()}
 
 
 def differences(of: Mapping[str, Any]) -> str:
     """How this machine differs from the one `of` was taken on, in words; empty when it does not."""
     here = fingerprint()
+    if of:  # older ones do not say which products were timed
+        of = {"products": "not noted", **of}
     return ", ".join(f"{key} {of[key]} -> {value}" for key, value in here.items() if key in of and of[key] != value)
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def physical_memory() -> int:

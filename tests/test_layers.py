@@ -31,6 +31,7 @@ PURE = frozenset({
 EDGE = {
     "acceptance": "reads measured acceptance from a file",
     "cache_folder": "knows where the platform keeps caches",
+    "host": "asks the system for its CPU and compilers",
     "hub": "finds and fetches checkpoints of the model hub",
     "run_store": "keeps runs on disk",
     "run_files": "reads and writes the files of a run",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -24,6 +23,7 @@ from twinfer.core.core import Core
 from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError, ModelError
 from twinfer.core.executor import Executor
+from twinfer.core.host import cpu_name
 from twinfer.core.observers import Observers
 from twinfer.core.provision import provision
 from twinfer.core.registry import Registry, default_registry
@@ -323,7 +323,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": packages,
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "native_kernels": native.why_not() or "used",
@@ -333,14 +333,6 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
-
-
-def _cpu_name() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 __all__ = ["Engine", "environment", "load_engine", "load_share", "torch_executor"]

@@ -14,7 +14,6 @@ Invariants
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable
 
@@ -24,6 +23,7 @@ from twinfer.core.catalog import locate_weights, resolve_spec
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError, ModelError, TwinferError
+from twinfer.core.host import cpu_name, packed_products
 from twinfer.core.measured import GemmTiming, Measured, Timing
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.loading import Engine, load_engine
@@ -137,18 +137,10 @@ def _load(
 
 
 def fingerprint() -> dict[str, object]:
-    """What the timings hold for: another CPU, torch or number of threads needs new ones."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    name = line.partition(":")[2].strip()
-                    break
-    except OSError:
-        pass
+    """What the timings hold for: another CPU, torch, number of threads or kind of packed products needs new ones."""
     return {
-        "cpu": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "products": packed_products(),
     }  # fmt: skip
 
 

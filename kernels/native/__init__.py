@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinfer.core.cache_folder import cache_dir
+from twinfer.core.host import COMPILERS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from twinfer.kernels.native.program import Program
 
-COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 OPTIONAL_FLAGS = (("-march=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
 """Tried in this order until the compiler takes them."""

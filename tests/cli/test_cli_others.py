@@ -73,6 +73,7 @@ def test_a_calibration_is_made_only_when_there_is_none_that_holds(
     """Absent, unreadable, of another machine, or without the dtype: measured; else left alone."""
     from twinfer.cli.session import Session
     from twinfer.core.device import calibrated_path, load_device
+    from twinfer.core.host import packed_products
     from twinfer.simulator.machine import fingerprint
 
     made: list[str] = []
@@ -92,12 +93,14 @@ def test_a_calibration_is_made_only_when_there_is_none_that_holds(
     assert count(None) == 1
     assert count("{") == 1
     assert count(base | {"calibration": good | {"fingerprint": {"cpu": "another"}}}) == 1
+    before_avx2 = {key: value for key, value in fingerprint().items() if key != "products"}
+    assert count(base | {"calibration": good | {"fingerprint": before_avx2}}) == 1
+    assert f"this machine has changed (products not noted -> {packed_products()})" in capsys.readouterr().err
     assert count(base | {"calibration": good | {"tables": []}}) == 1
     packed = {"format": form | {"bits": 16.0}, "quantizer": "bf16"}
     assert count(base | {"calibration": good | {"tables": [packed]}}) == 1
     assert count(base | {"calibration": {"version": 1, "gemm": [{"dtype": "float32"}]}}) == 1
     assert count(base | {"calibration": good}) == 0
-    assert "changed" in capsys.readouterr().err
 
 
 def test_a_calibration_that_fails_is_tried_longer_and_then_done_without(

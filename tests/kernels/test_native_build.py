@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from twinfer.kernels import native, ops, torch_ops
+from twinfer.core.host import packed_products
+from twinfer.kernels import gemm, native, ops, torch_ops
 
 
 def need_library() -> native.Library:
@@ -25,6 +26,11 @@ def need_library() -> native.Library:
 def test_library_is_there_and_says_so() -> None:
     assert need_library().path.is_file()
     assert native.why_not() == ""
+
+
+def test_the_machine_tells_the_instructions_without_the_library() -> None:
+    need_library()
+    assert packed_products() == (gemm.instructions() or "none")
 
 
 def test_disabled_runs_the_twins() -> None:

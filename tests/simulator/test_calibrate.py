@@ -204,7 +204,8 @@ def test_calibrate_writes_a_device_that_auto_finds(tmp_path: Path) -> None:
     assert all(ratio == pytest.approx(1, abs=0.01) for ratio in result.runs.values())
 
 
-def test_a_second_dtype_is_added_and_another_machine_starts_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"cpu": "another"}, {"products": "AVX-1024"}, {"products": None}])
+def test_a_second_dtype_is_added_and_another_machine_starts_anew(change: dict[str, str | None], tmp_path: Path) -> None:
     calibrate(fake_measure(measured()), on_progress=lambda f, m: None, registry=REGISTRY, root=tmp_path)
     half = measured()
     half.dtype = "bfloat16"
@@ -215,7 +216,8 @@ def test_a_second_dtype_is_added_and_another_machine_starts_anew(tmp_path: Path)
     assert {t.format.dtype for t in both.tables} == {"float32", "bfloat16"}
     assert {g.dtype for t in both.tables for g in t.gemm} == {"float32", "bfloat16"}
     stored = json.loads(result.path.read_text())
-    stored["calibration"]["fingerprint"]["cpu"] = "another"
+    taken_on = stored["calibration"]["fingerprint"] | change
+    stored["calibration"]["fingerprint"] = {key: value for key, value in taken_on.items() if value is not None}
     result.path.write_text(json.dumps(stored))
     third = calibrate(fake_measure(half), on_progress=lambda f, m: None, registry=REGISTRY, root=tmp_path)
     third_tables = Calibration.model_validate(third.device.calibration).tables
