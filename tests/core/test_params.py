@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, short
 from twinfer.core.params import SamplingParams
 
 MISTAKES: list[tuple[str, Any, str]] = [
@@ -58,7 +58,7 @@ def test_a_mistake_names_option_value_and_fix(name: str, value: Any, fix: str) -
     assert caught.value.option == name and text.startswith((f"{name}=", f"{name}: "))
     assert fix in text and "\n" not in text
     shown = (value,) if name == "stop" and isinstance(value, str) else value
-    assert value is None or repr(shown) in text
+    assert value is None or short(shown) in text
 
 
 @pytest.mark.parametrize(
