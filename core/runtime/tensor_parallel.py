@@ -88,6 +88,10 @@ class Ranks:
             self._answers("starting")
             self._join()
         except BaseException:
+            for (
+                process
+            ) in self.processes:  # a rank that still starts looks at its life line late, and has nothing to end
+                process.kill()
             self.close()
             raise
 

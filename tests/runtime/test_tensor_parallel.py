@@ -214,6 +214,23 @@ def test_a_rank_that_dies_before_the_ranks_meet(registry: Registry, monkeypatch:
     assert_ended(made[0])
 
 
+def test_ranks_that_are_stopped_while_they_start_end_at_once(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They sleep through the end of their life line, as an interpreter does that imports torch."""
+    monkeypatch.setattr("twinfer.core.runtime.tensor_parallel._BOOT", "import time; time.sleep(3600)")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(ranks: Any, doing: str) -> None:
+        started.extend(ranks.processes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ranks, "_answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(2, CPU, registry, lambda phase: None)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
 def test_llm_on_two_ranks_and_a_rank_that_fails(tiny_llama_dir: Path) -> None:
     """The whole public path; then an exception on the other rank ends the engine, with its text."""
     prompts = [[5, 6, 7, 8, 9], [9] * 30]
