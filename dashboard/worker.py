@@ -4,7 +4,8 @@
 
 Invariants
 * It talks through `events.jsonl` only; stdout and stderr are its log.
-* A stopped run still saves its partial record, once a request has begun; before that it ends at once. A task that fails leaves the others their turn.
+* A stopped run still saves its partial record, once a request has begun; before that it ends at once. A task that fails
+  leaves the others their turn.
 * It inherits the lock on `lock` in its folder, held while it lives; it takes the root's `engine.lock` while it measures.
 """
 

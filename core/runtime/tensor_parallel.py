@@ -88,9 +88,7 @@ class Ranks:
             self._answers("starting")
             self._join()
         except BaseException:
-            for (
-                process
-            ) in self.processes:  # a rank that still starts looks at its life line late, and has nothing to end
+            for process in self.processes:  # one that still starts looks at its life line late, and has nothing to end
                 process.kill()
             self.close()
             raise

@@ -126,7 +126,9 @@ def test_a_good_hint_saves_tests() -> None:
         (outcome,) = yield [Trial(design=0, replicas=n, level=FLEET)]
         return not outcome.failed
 
-    fails = lambda t: Outcome(failed=int(t.replicas < 23))  # noqa: E731
+    def fails(t: Trial) -> Outcome:
+        return Outcome(failed=int(t.replicas < 23))
+
     _, blind = ask(smallest(1, 64, 60, test), fails)
     _, led = ask(smallest(1, 64, 60, test, lambda n: 22.7), fails)
     assert [t.replicas for t in led] == [60, 22, 23] and len(blind) > 6
