@@ -161,9 +161,11 @@ def correct(
         )  # fmt: skip
         return
     print_attribution(record, before)
-    table = show.new_table("corrections", "op", "factor", "80 % of windows within")
+    table = show.new_table("corrections", "op", "factor (small to large launches)", "80 % of windows within")
     for name, factor in made.factors.items():
-        table.add_row(name, f"{factor:.3f}", f"+- {show.percent(1.2816 * made.spreads[name])}")
+        sizes = made.by_size.get(name)
+        shown = f"{factor:.3f}" if sizes is None else f"{sizes[0][1]:.3f} to {sizes[1][1]:.3f}"
+        table.add_row(name, shown, f"+- {show.percent(1.2816 * made.spreads[name])}")
     show.print_table(table)
     print(
         f"duration {show.percent(after.predicted / after.real - 1, signed=True)} with them, on the run they come from"

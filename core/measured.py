@@ -84,10 +84,14 @@ class ServedStep:
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A short run of the whole engine, loop and recorder included, as they came: nothing is left out."""
+    """A short run of the whole engine, loop and recorder included, as they came: nothing is left out.
+
+    pace: what the repeated small step took around the run over what it took in the whole measurement.
+    """
 
     label: str
     steps: tuple[ServedStep, ...]
+    pace: float = 1.0
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@
 
 Invariants
 * The parts add up to the two durations; nothing is attributed where the record has no steps.
-* A correction is a factor per op, real over predicted time on the run's own steps; what it leaves unexplained, window by
-  window of the run, becomes the interval of everything it corrects.
+* A correction is a factor per op, real over predicted time on the run's own steps, and one each for its small and its large
+  launches where it has both: reading weights for one token and multiplying them by a prompt do not slow down alike. What it
+  leaves unexplained, window by window of the run, becomes the interval of everything it corrects.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from twinfer.simulator.replay import PricedStep, Replay
 _CLASSES = {"gemm": "products", "attention": "attention", "host": "host", "comm": "communication"}
 OTHER, PLANS, WAITING, STEPS, UNLIKE = "other ops", "plans", "waiting", "steps", "steps planned otherwise"
 _WINDOWS = 10
-_SHARE = 0.01  # of a run's time from which an op has a factor of its own
+_SHARE = 0.01  # of a run's time from which an op has a factor of its own, and of an op's from which a size has
+_APART = 3.0  # ratio of the largest to the smallest launch from which these are told apart
 _WIDTH80 = 2 * 1.2816  # the middle 80 % of a normal, in standard deviations
 
 
@@ -164,12 +166,11 @@ def correction(replayed: Replay) -> Correction:
     steps = [s for s in replayed.steps if s.same]
     if not steps:
         raise ConfigError("RUN", replayed.real.id, "has no step that its twin plans alike", "replay another run")
-    sums: dict[str, list[float]] = {}
+    seen: dict[str, list[tuple[float, float, float]]] = {}  # by name: a launch as predicted, and (real, predicted) of a step
     for step in steps:
         for name, (real, predicted) in _named(step).items():
-            pair = sums.setdefault(name, [0.0, 0.0])
-            pair[0] += real
-            pair[1] += predicted
+            seen.setdefault(name, []).append((predicted / replayed.launches.get(name, 1), real, predicted))
+    sums = {name: _sums(pairs) for name, pairs in seen.items()}
     total = math.fsum(real for real, _ in sums.values())
     own = {name for name, (real, predicted) in sums.items() if predicted > 0 and real >= _SHARE * total}
     factors = {name: sums[name][0] / sums[name][1] for name in sorted(own)}
@@ -177,8 +178,34 @@ def correction(replayed: Replay) -> Correction:
     predicted = math.fsum(p for _, p in rest)
     if predicted > 0 and "*" not in factors:
         factors["*"] = min(10.0, max(0.1, math.fsum(r for r, _ in rest) / predicted))
-    spreads = {name: _spread(steps, name, factors) for name in factors}
-    return _correction(replayed, factors, spreads)
+    by_size = {name: sizes for name in sorted(own) if (sizes := _by_size(seen[name])) is not None}
+    plain = _correction(replayed, factors, {}, by_size)
+    return plain.model_copy(update={"spreads": {name: _spread(steps, name, plain, replayed.launches) for name in factors}})
+
+
+def _sums(seen: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(real, predicted) of all."""
+    return math.fsum(real for _, real, _ in seen), math.fsum(predicted for _, _, predicted in seen)
+
+
+def _by_size(seen: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """(predicted seconds of a launch, factor) of small and of large ones, cut in the middle of the logarithms. None where
+    they are alike, or too few on one side."""
+    seen = [entry for entry in seen if entry[0] > 0]
+    smallest, largest = min(seen)[0], max(seen)[0]
+    if largest < _APART * smallest:
+        return None
+    cut = math.sqrt(smallest * largest)
+    sides = [entry for entry in seen if entry[0] < cut], [entry for entry in seen if entry[0] >= cut]
+    total = _sums(seen)
+    points = []
+    for side in sides:
+        real, predicted = _sums(side)
+        if min(real / total[0], predicted / total[1]) < _SHARE:
+            return None
+        middle = math.exp(math.fsum(weight * math.log(launch) for launch, _, weight in side) / predicted)
+        points.append((middle, real / predicted))
+    return points[0], points[1]
 
 
 def fitted_correction(replayed: Replay, again: Callable[[DeviceSpec], Replay]) -> Correction:
@@ -210,7 +237,7 @@ def _named(step: PricedStep) -> dict[str, tuple[float, float]]:
     return {"*": (step.real.seconds + step.gap, step.predicted.seconds)}
 
 
-def _spread(steps: Sequence[PricedStep], name: str, factors: Mapping[str, float]) -> float:
+def _spread(steps: Sequence[PricedStep], name: str, made: Correction, launches: Mapping[str, int]) -> float:
     """Relative standard deviation of real over corrected time between windows of the run."""
     size = max(1, len(steps) // _WINDOWS)
     ratios = []
@@ -218,9 +245,9 @@ def _spread(steps: Sequence[PricedStep], name: str, factors: Mapping[str, float]
         real = predicted = 0.0
         for step in steps[begin : begin + size]:
             for op, (ours, theirs) in _named(step).items():
-                if (op if op in factors else "*") == name:
+                if (op if op in made.factors else "*") == name:
                     real += ours
-                    predicted += theirs * factors[name]
+                    predicted += theirs * (made.factor(op, theirs / launches.get(op, 1)) or 1.0)
         if predicted > 0:
             ratios.append(real / predicted)
     ratios.sort()
@@ -229,10 +256,13 @@ def _spread(steps: Sequence[PricedStep], name: str, factors: Mapping[str, float]
     return min(0.5, max(MIN_DRIFT, (quantile(ratios, 0.9) - quantile(ratios, 0.1)) / _WIDTH80))
 
 
-def _correction(replayed: Replay, factors: Mapping[str, float], spreads: Mapping[str, float]) -> Correction:
+def _correction(
+    replayed: Replay, factors: Mapping[str, float], spreads: Mapping[str, float],
+    by_size: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] | None = None,
+) -> Correction:  # fmt: skip
     return Correction(
-        format=Format.of(replayed.model), model=replayed.model.name, factors=dict(factors), spreads=dict(spreads),
-        source=f"run {replayed.real.id}", date=datetime.now(UTC).isoformat(timespec="seconds"),
+        format=Format.of(replayed.model), model=replayed.model.name, factors=dict(factors), by_size=dict(by_size or {}),
+        spreads=dict(spreads), source=f"run {replayed.real.id}", date=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def _reads_far(shape: StepShape) -> bool:
 
 
 def levelled(tables: Tables, found: Measured, seconds_of: Callable[[StepShape], float]) -> tuple[Tables, list[float]]:
-    """`tables` on the level of whole runs, and each run's time over its prediction before that.
+    """`tables` on the level of whole runs, and each run's time, at the usual pace, over its prediction before that.
 
     seconds_of: what a step takes by `tables`, the loop around it included.  Steps that are not from a recording, and would
     be in a longer run, are left out.
@@ -104,7 +104,7 @@ def levelled(tables: Tables, found: Measured, seconds_of: Callable[[StepShape], 
                 continue  # not recorded yet, or just then: a longer run has few of them
             real += step.seconds + (step.gap or 0.0)
             predicted += seconds_of(step.shape)
-        ratios.append(real / predicted if predicted else 1.0)
+        ratios.append(real / predicted / run.pace if predicted else 1.0)
     logs = [math.log(r) for r in ratios if _LEVEL_RANGE[0] < r < _LEVEL_RANGE[1]]
     if not logs:
         return tables, ratios

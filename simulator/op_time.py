@@ -69,12 +69,13 @@ class OpTimeChain:
     def _corrected(self, op: Op, answer: OpTime) -> OpTime:
         """`answer` as real runs of this format have corrected it (`twinfer calibrate --from`)."""
         found = self._correction
-        name = op.name if found is not None and op.name in found.factors else "*"
-        if found is None or name not in found.factors:
+        factor = found.factor(op.name, answer.seconds) if found is not None else None
+        if found is None or factor is None:
             return answer
-        seconds = answer.seconds * found.factors[name]
-        detail = f"{answer.detail}; x {found.factors[name]:.3f} by {found.source}"
-        return OpTime(seconds, found.spreads.get(name, 0.1) * seconds, f"{answer.source}, corrected", detail)
+        seconds = answer.seconds * factor
+        spread = found.spreads.get(op.name if op.name in found.factors else "*", 0.1)
+        detail = f"{answer.detail}; x {factor:.3f} by {found.source}"
+        return OpTime(seconds, spread * seconds, f"{answer.source}, corrected", detail)
 
     def explain(self, op: Op) -> list[str]:
         """One line per model: its answer, or that it passed; the first answer is the one used."""

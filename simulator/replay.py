@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ from twinfer.core.registry import Registry, default_registry
 from twinfer.core.request import Request
 from twinfer.core.session import whole_prompts
 from twinfer.core.spec import ModelSpec
-from twinfer.core.work import StepShape, step_ops
+from twinfer.core.work import StepShape
 from twinfer.core.workload import Workload, generate
 from twinfer.core.workload_source import Encode
 from twinfer.plugins.workload.synthetic import _tokens
@@ -64,7 +65,7 @@ class PricedStep:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """steps: of the bound replay, empty where the record has none.
-    kinds: op name -> kind.  model: as the run's techniques leave it.
+    kinds: op name -> kind.  launches: op name -> launches a step.  model: as the run's techniques leave it.
     """
 
     real: RunRecord
@@ -74,6 +75,7 @@ class Replay:
     model: ModelSpec
     steps: tuple[PricedStep, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
+    launches: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -111,8 +113,12 @@ def replay(
                 f"the bound replay took {len(steps) + bound.extra} steps, the run {len(real.steps)}: plans depended on "
                 "what the record does not hold"
             )
-    kinds = {op.name: op.kind for op in step_ops(world.setup.model, StepShape.prefill(16))} | {"host": "host"}
-    return Replay(real, predicted, config, device, world.setup.model, tuple(steps), kinds, tuple(notes))
+    launches: Counter[str] = Counter({"host": 1})
+    kinds = {"host": "host"}
+    for op in world.timer.ops(StepShape.prefill(16)):
+        launches[op.name] += op.count
+        kinds[op.name] = op.kind
+    return Replay(real, predicted, config, device, world.setup.model, tuple(steps), kinds, launches, tuple(notes))
 
 
 def config_of(real: RunRecord) -> EngineConfig:

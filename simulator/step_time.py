@@ -94,6 +94,10 @@ class StepTimer:
     def windows(self) -> Sequence[int]:
         return self._windows
 
+    def ops(self, shape: StepShape) -> Sequence[Op]:
+        """What a step launches, without the host's part."""
+        return self._ops_of(shape)
+
     def exact(self, shape: StepShape) -> StepCost:
         """Cost of a step, op by op."""
         ops: dict[str, float] = {}

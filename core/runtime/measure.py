@@ -7,7 +7,8 @@
 
 Invariants
 * Repeats are interleaved: every timing is spread over the whole measurement, so a slow minute of the
-  machine widens all spreads instead of bending one table.
+  machine widens all spreads instead of bending one table. What is cheap comes in three rounds at least, even where the
+  first took all the time. Runs come between the steps of a round, each with the machine's pace at its moment.
 * Stops at the next step after `should_stop` says so (`MeasurementStopped`), and writes no file.
 """
 
@@ -24,12 +25,14 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError, ModelError, TwinferError
 from twinfer.core.host import cpu_name, packed_products
-from twinfer.core.measured import GemmTiming, Measured, Timing
+from twinfer.core.measured import GemmTiming, Measured, Timing, quantile
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.loading import Engine, load_engine
 from twinfer.core.runtime.measure_products import GemmJob, copy_bandwidth, grid_of
 from twinfer.core.runtime.measure_runs import RUNS, Served, served
 from twinfer.core.runtime.measure_steps import BLOCK, Bench, StepJob, designs_of, drift_of
+
+_ROUNDS = 3  # of what is cheap, at least: one visit says nothing about the machine's other moments
 
 OnProgress = Callable[[float, str], None]
 ShouldStop = Callable[[], bool]
@@ -79,37 +82,39 @@ def measure(
         report(0.05, "warming up")
         bench.reference.time(5)
         del bench.reference.moments[:]
-        runs: list[Served] = []
+        runs: list[tuple[Served, float]] = []  # with the seconds of the reference step around it
         jobs: list[StepJob | GemmJob] = [*bench.jobs, *grid]
         copies: list[float] = []
         rounds = 0
         share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
-        while not rounds or (
-            time.perf_counter() < deadline and rounds < max_rounds
-        ):  # loading may have taken all of it
-            for job in jobs:
+        while rounds < max_rounds and (rounds < _ROUNDS or time.perf_counter() < deadline):
+            again = rounds == 2 and deadline - time.perf_counter() > 0.3 * budget_s  # the runs, when there is time
+            spread = dict(zip(_spread_over(len(jobs)), RUNS, strict=True)) if rounds == 0 or again else {}
+            for at, job in enumerate(jobs):
                 check()
+                if at in spread:
+                    before = bench.reference.time(3)
+                    run = served(engine, spread[at], registry, check)
+                    runs.append((run, quantile(sorted(before + bench.reference.time(3)), 0.5)))
                 left = deadline - time.perf_counter()
-                if left < -3 * budget_s:
+                if not rounds and left < -3 * budget_s:
                     raise ConfigError(
                         "--budget", budget_s, "this machine is too busy or too slow to time every step once",
                         "close other programs, or give a longer budget",
                     )  # fmt: skip
-                if rounds and (job.seconds > left or (rounds > 2 and job.seconds * rounds > share)):
+                cheap = job.seconds * rounds <= share
+                needed = rounds == 0 or (rounds < _ROUNDS and cheap)
+                if not needed and (job.seconds > left or (rounds >= _ROUNDS and not cheap)):
                     continue  # dear steps are repeated less often than cheap ones
                 job.run()
                 fraction = 1 - max(0.0, deadline - time.perf_counter()) / budget_s
                 report(min(0.99, max(0.06, fraction)), f"round {rounds + 1}: {job.label}")
-            again = rounds == 2 and deadline - time.perf_counter() > 0.3 * budget_s
-            if rounds == 0 or again:  # amid all the steps, and once more when there is time
-                for workload in RUNS:
-                    check()
-                    runs.append(served(engine, workload, registry, check))
             copies.append(copy_bandwidth())
             rounds += 1
         found.steps = [job.timing() for job in bench.jobs]
         found.gemms = [GemmTiming(job.n, job.k, len(job.x), Timing.of(job.samples)) for job in grid if job.samples]
-        found.runs = [run.timing() for run in runs]
+        usual = quantile(sorted(seconds for _, seconds in bench.reference.moments), 0.5)
+        found.runs = [run.timing(around / usual) for run, around in runs]
         found.copy_bandwidth = max(copies)
         found.records = not bench.inner.forward.why_not
         found.drift, found.jitter = drift_of(bench.reference.moments)
@@ -118,6 +123,11 @@ def measure(
     found.seconds = time.perf_counter() - begin
     report(1.0, f"{rounds} rounds in {found.seconds:.0f} s")
     return found
+
+
+def _spread_over(jobs: int) -> list[int]:
+    """Between which of so many jobs the short runs come: as far from each other as from both ends twice."""
+    return [jobs * (2 * i + 1) // (2 * len(RUNS)) for i in range(len(RUNS))]
 
 
 def _load(

@@ -47,14 +47,14 @@ class Served:
     done: list[tuple[StepPlan, StepResult]]
     times: list[tuple[float, float]]  # (start, seconds) of each step
 
-    def timing(self) -> ServedRun:
+    def timing(self, pace: float) -> ServedRun:
         ends = [None, *(start + seconds for start, seconds in self.times)]
         steps = [
             ServedStep(StepShape.of(plan), seconds, None if end is None else start - end, result.ops)
             for (plan, result), (start, seconds), end in zip(self.done, self.times, ends, strict=False)
             if plan.rows
         ]
-        return ServedRun(self.label, tuple(steps))
+        return ServedRun(self.label, tuple(steps), pace)
 
 
 def served(engine: Engine, workload: Workload, registry: Registry, check: Callable[[], None]) -> Served:

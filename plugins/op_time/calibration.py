@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -130,15 +131,28 @@ class Tables(_Stored):
 class Correction(_Stored):
     """Factors on predicted op times that a real run of `format` gave; "*" is every other op.
 
-    spreads: relative standard deviation left after them, from quantiles of the residuals.  source: which run.
+    by_size: where an op had small and large launches, as those of decode steps and of prompts are, (seconds of one as
+    predicted, factor) of either.  spreads: relative standard deviation left after them, from quantiles of the residuals.
+    source: which run.
     """
 
     format: Format
     model: str
     factors: dict[str, float]
+    by_size: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {}
     spreads: dict[str, float]
     source: str
     date: str
+
+    def factor(self, name: str, seconds: float) -> float | None:
+        """Of an op whose launch is predicted to take `seconds`: between small and large ones by the logarithm of that.
+        None for an op that the run says nothing about."""
+        sizes = self.by_size.get(name)
+        if sizes is None or seconds <= 0:
+            return self.factors.get(name, self.factors.get("*"))
+        (small, low), (large, high) = sizes
+        share = math.log(seconds / small) / math.log(large / small)
+        return low + (high - low) * min(1.0, max(0.0, share))
 
 
 class Calibration(_Stored):

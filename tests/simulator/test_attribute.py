@@ -25,7 +25,7 @@ from twinfer.simulator.attribute import (
     without_corrections,
 )
 from twinfer.simulator.observed import read_log
-from twinfer.simulator.replay import ReplayStopped, replay
+from twinfer.simulator.replay import PricedStep, ReplayStopped, replay
 from twinfer.simulator.run import simulate
 
 REGISTRY = Registry(entry_points=False)
@@ -96,6 +96,45 @@ def test_corrections_mend_the_prediction_and_carry_an_interval() -> None:
     assert "corrected by run" in after.reasons["device"]
     assert after.intervals["duration"][0] < other.metrics["duration"] < after.intervals["duration"][1]
     assert twin(record, without_corrections(device)).predicted == pytest.approx(twin(record).predicted)
+
+
+def test_small_and_large_launches_are_corrected_apart() -> None:
+    """Decode steps that are 1.2 times and prompts that are 2 times slower than predicted: a run of both teaches both."""
+    one = CONFIG.model_copy(update={"max_num_seqs": 1})
+    seen = replay(
+        simulate(one, Workload(num_requests=2, input_len=100, output_len=30, seed=6), REGISTRY, CPU),
+        registry=REGISTRY, device=CPU,
+    )  # fmt: skip
+
+    def slower(step: PricedStep) -> PricedStep:
+        factor = 2.0 if step.real.num_tokens > 1 else 1.2
+        real = step.predicted
+        ops = {name: seconds * factor for name, seconds in real.ops.items()}
+        return replace(step, gap=0.0, real=replace(step.real, seconds=factor * real.seconds, ops=ops))
+
+    made = correction(replace(seen, steps=tuple(slower(step) for step in seen.steps)))
+    assert made.factors["down_proj"] == pytest.approx(1.3, abs=0.1)  # of their time together
+    assert [factor for _, factor in made.by_size["down_proj"]] == pytest.approx([1.2, 2.0])
+    assert "lm_head" not in made.by_size  # one logit a sequence, whatever is fed
+    device = with_correction(CPU, made)
+    for length, answer in ((60, 40), (140, 20)):
+        work = Workload(num_requests=1, input_len=length, output_len=answer, seed=7)
+        plain, after = simulate(one, work, REGISTRY, CPU), simulate(one, work, REGISTRY, device)
+        assert after.metrics["tpot"]["p50"] == pytest.approx(1.2 * plain.metrics["tpot"]["p50"], rel=0.03)
+        assert after.metrics["ttft"]["p50"] == pytest.approx(2.0 * plain.metrics["ttft"]["p50"], rel=0.15)
+
+
+def test_a_factor_lies_between_those_of_small_and_of_large_launches() -> None:
+    form = Format(dtype="float32", compute="float32", bits=32.0, kv="float32")
+    made = Correction(
+        format=form, model="", factors={"a": 1.5, "*": 3.0}, by_size={"a": ((1e-4, 1.0), (1e-2, 2.0))}, spreads={},
+        source="", date="",
+    )  # fmt: skip
+    assert [made.factor("a", seconds) for seconds in (1e-6, 1e-4, 1e-3, 1e-2, 1.0, 0.0)] == pytest.approx(
+        [1.0, 1.0, 1.5, 2.0, 2.0, 1.5]
+    )
+    assert made.factor("b", 1e-3) == 3.0
+    assert made.model_copy(update={"factors": {"a": 1.5}}).factor("b", 1e-3) is None
 
 
 def test_a_correction_is_of_one_format() -> None:
