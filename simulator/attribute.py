@@ -166,7 +166,9 @@ def correction(replayed: Replay) -> Correction:
     steps = [s for s in replayed.steps if s.same]
     if not steps:
         raise ConfigError("RUN", replayed.real.id, "has no step that its twin plans alike", "replay another run")
-    seen: dict[str, list[tuple[float, float, float]]] = {}  # by name: a launch as predicted, and (real, predicted) of a step
+    seen: dict[
+        str, list[tuple[float, float, float]]
+    ] = {}  # by name: a launch as predicted, and (real, predicted) of a step
     for step in steps:
         for name, (real, predicted) in _named(step).items():
             seen.setdefault(name, []).append((predicted / replayed.launches.get(name, 1), real, predicted))
@@ -180,7 +182,9 @@ def correction(replayed: Replay) -> Correction:
         factors["*"] = min(10.0, max(0.1, math.fsum(r for r, _ in rest) / predicted))
     by_size = {name: sizes for name in sorted(own) if (sizes := _by_size(seen[name])) is not None}
     plain = _correction(replayed, factors, {}, by_size)
-    return plain.model_copy(update={"spreads": {name: _spread(steps, name, plain, replayed.launches) for name in factors}})
+    return plain.model_copy(
+        update={"spreads": {name: _spread(steps, name, plain, replayed.launches) for name in factors}}
+    )
 
 
 def _sums(seen: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

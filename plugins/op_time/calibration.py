@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -145,14 +144,16 @@ class Correction(_Stored):
     date: str
 
     def factor(self, name: str, seconds: float) -> float | None:
-        """Of an op whose launch is predicted to take `seconds`: between small and large ones by the logarithm of that.
-        None for an op that the run says nothing about."""
+        """Of an op whose launch is predicted to take `seconds`: what it takes lies on the line through small and large ones,
+        whatever is smaller or larger than both has their factor. None for an op that the run says nothing about."""
         sizes = self.by_size.get(name)
-        if sizes is None or seconds <= 0:
+        if sizes is None:
             return self.factors.get(name, self.factors.get("*"))
         (small, low), (large, high) = sizes
-        share = math.log(seconds / small) / math.log(large / small)
-        return low + (high - low) * min(1.0, max(0.0, share))
+        if seconds <= small:
+            return low
+        share = min(1.0, (seconds - small) / (large - small))
+        return (small * low + (large * high - small * low) * share) / min(seconds, large)
 
 
 class Calibration(_Stored):

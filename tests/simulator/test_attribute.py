@@ -130,9 +130,9 @@ def test_a_factor_lies_between_those_of_small_and_of_large_launches() -> None:
         format=form, model="", factors={"a": 1.5, "*": 3.0}, by_size={"a": ((1e-4, 1.0), (1e-2, 2.0))}, spreads={},
         source="", date="",
     )  # fmt: skip
-    assert [made.factor("a", seconds) for seconds in (1e-6, 1e-4, 1e-3, 1e-2, 1.0, 0.0)] == pytest.approx(
-        [1.0, 1.0, 1.5, 2.0, 2.0, 1.5]
-    )
+    assert [made.factor("a", seconds) for seconds in (0.0, 1e-6, 1e-4, 1e-2, 1.0)] == pytest.approx([1, 1, 1, 2, 2])
+    middle = made.factor("a", 5.05e-3)
+    assert middle == pytest.approx((1e-4 + 2e-2) / 2 / 5.05e-3)
     assert made.factor("b", 1e-3) == 3.0
     assert made.model_copy(update={"factors": {"a": 1.5}}).factor("b", 1e-3) is None
 
