@@ -18,13 +18,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from twinfer.core.device import DeviceSpec
 from twinfer.core.errors import ConfigError
 from twinfer.core.measured import quantile
 from twinfer.core.records import RunRecord, percentile
 from twinfer.plugins.op_time.calibrated import calibration_of
-from twinfer.plugins.op_time.calibration import MIN_DRIFT, Calibration, Correction, Format
+from twinfer.plugins.op_time.calibration import MIN_DRIFT, Calibration, Correction, Format, Sizes
 from twinfer.simulator.replay import PricedStep, Replay
 
 _CLASSES = {"gemm": "products", "attention": "attention", "host": "host", "comm": "communication"}
@@ -166,12 +167,10 @@ def correction(replayed: Replay) -> Correction:
     steps = [s for s in replayed.steps if s.same]
     if not steps:
         raise ConfigError("RUN", replayed.real.id, "has no step that its twin plans alike", "replay another run")
-    seen: dict[
-        str, list[tuple[float, float, float]]
-    ] = {}  # by name: a launch as predicted, and (real, predicted) of a step
+    seen: dict[str, list[_Seen]] = {}
     for step in steps:
         for name, (real, predicted) in _named(step).items():
-            seen.setdefault(name, []).append((predicted / replayed.launches.get(name, 1), real, predicted))
+            seen.setdefault(name, []).append(_Seen(predicted / replayed.launches.get(name, 1), real, predicted))
     sums = {name: _sums(pairs) for name, pairs in seen.items()}
     total = math.fsum(real for real, _ in sums.values())
     own = {name for name, (real, predicted) in sums.items() if predicted > 0 and real >= _SHARE * total}
@@ -187,27 +186,33 @@ def correction(replayed: Replay) -> Correction:
     )
 
 
-def _sums(seen: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+class _Seen(NamedTuple):
+    """An op in a step: predicted seconds of one launch, real and predicted seconds of all of them."""
+
+    launch: float
+    real: float
+    predicted: float
+
+
+def _sums(seen: Sequence[_Seen]) -> tuple[float, float]:
     """(real, predicted) of all."""
-    return math.fsum(real for _, real, _ in seen), math.fsum(predicted for _, _, predicted in seen)
+    return math.fsum(s.real for s in seen), math.fsum(s.predicted for s in seen)
 
 
-def _by_size(seen: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """(predicted seconds of a launch, factor) of small and of large ones, cut in the middle of the logarithms. None where
-    they are alike, or too few on one side."""
-    seen = [entry for entry in seen if entry[0] > 0]
-    smallest, largest = min(seen)[0], max(seen)[0]
+def _by_size(seen: Sequence[_Seen]) -> Sizes | None:
+    """Small and large launches, cut in the middle of the logarithms; None where they are alike or one side is too little."""
+    seen = [s for s in seen if s.launch > 0]
+    smallest, largest = min(s.launch for s in seen), max(s.launch for s in seen)
     if largest < _APART * smallest:
         return None
     cut = math.sqrt(smallest * largest)
-    sides = [entry for entry in seen if entry[0] < cut], [entry for entry in seen if entry[0] >= cut]
     total = _sums(seen)
     points = []
-    for side in sides:
+    for side in ([s for s in seen if s.launch < cut], [s for s in seen if s.launch >= cut]):
         real, predicted = _sums(side)
         if min(real / total[0], predicted / total[1]) < _SHARE:
             return None
-        middle = math.exp(math.fsum(weight * math.log(launch) for launch, _, weight in side) / predicted)
+        middle = math.exp(math.fsum(s.predicted * math.log(s.launch) for s in side) / predicted)
         points.append((middle, real / predicted))
     return points[0], points[1]
 
@@ -262,7 +267,7 @@ def _spread(steps: Sequence[PricedStep], name: str, made: Correction, launches: 
 
 def _correction(
     replayed: Replay, factors: Mapping[str, float], spreads: Mapping[str, float],
-    by_size: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] | None = None,
+    by_size: Mapping[str, Sizes] | None = None,
 ) -> Correction:  # fmt: skip
     return Correction(
         format=Format.of(replayed.model), model=replayed.model.name, factors=dict(factors), by_size=dict(by_size or {}),

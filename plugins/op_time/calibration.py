@@ -127,18 +127,21 @@ class Tables(_Stored):
     jitter: float = 0.0
 
 
+Sizes = tuple[tuple[float, float], tuple[float, float]]
+"""(seconds of a launch as predicted, factor) of the small launches of an op, and of its large ones."""
+
+
 class Correction(_Stored):
     """Factors on predicted op times that a real run of `format` gave; "*" is every other op.
 
-    by_size: where an op had small and large launches, as those of decode steps and of prompts are, (seconds of one as
-    predicted, factor) of either.  spreads: relative standard deviation left after them, from quantiles of the residuals.
+    by_size: of ops that had small and large launches, as those of decode steps and of prompts are.  spreads: relative standard deviation left after them, from quantiles of the residuals.
     source: which run.
     """
 
     format: Format
     model: str
     factors: dict[str, float]
-    by_size: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {}
+    by_size: dict[str, Sizes] = {}
     spreads: dict[str, float]
     source: str
     date: str
