@@ -179,7 +179,8 @@ def correction(replayed: Replay) -> Correction:
     predicted = math.fsum(p for _, p in rest)
     if predicted > 0 and "*" not in factors:
         factors["*"] = min(10.0, max(0.1, math.fsum(r for r, _ in rest) / predicted))
-    by_size = {name: sizes for name in sorted(own) if (sizes := _by_size(seen[name])) is not None}
+    # a whole step, "*", is no launch of an op
+    by_size = {name: sizes for name in sorted(own - {"*"}) if (sizes := _by_size(seen[name])) is not None}
     plain = _correction(replayed, factors, {}, by_size)
     return plain.model_copy(
         update={"spreads": {name: _spread(steps, name, plain, replayed.launches) for name in factors}}
