@@ -14,7 +14,8 @@ Invariants
 * Order is deterministic: free blocks are a stack, idle blocks leave in the policy's order.
 * Lists grow with what is used: blocks from `len(refs)` on have never been free for taking yet, and stand, the lowest
   number on top, below those of the list `free`, where `_write_out` puts them when they are reached.
-* A `Chain` is a shortcut that nobody can tell: whoever looks below its node unfolds it first (`BlockPool.unfold`).
+* A `Chain` is a shortcut that nobody can tell: whoever looks below its node unfolds it first (`BlockPool.unfold`). Its
+  blocks become idle together and are given up last first, so of them `node` knows the last idle one alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Node(NamedTuple):
 class Chain:
     """Published blocks that hang one below the other, whose nodes nobody has asked for yet.
 
-    `seq` has their tokens, from block `start` on; `table` is that of `seq` while it holds them.
+    `seq` has their tokens, from block `start` on; `table` is that of `seq` while it holds them, alone.
     """
 
     __slots__ = ("blocks", "node", "seq", "start", "table")
@@ -119,24 +120,9 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Idle blocks, which lose their content, in the order of the policy; there are enough."""
         evicted = self.idle.pops(count)
-        at, node = 0, self.node
+        at = 0
         while at < count:
-            chain = node[evicted[at]]
-            blocks = chain.blocks if type(chain) is Chain else ()
-            # Mostly the end of a chain, last block first, as its sequence gave it up.
-            same = min(len(blocks), count - at)
-            part = evicted[at : at + same]
-            if same > 1 and part == blocks[: -same - 1 : -1]:
-                assert isinstance(chain, Chain)
-                del chain.blocks[-same:]
-                for block in part:
-                    node[block] = None
-                if not chain.blocks:
-                    self._end_chain(chain)
-                at += same
-            else:
-                self._unpublish(evicted[at])
-                at += 1
+            at += self._unpublish(evicted[at], count - at)
         return evicted
 
     def share(self, block: int) -> None:
@@ -179,6 +165,8 @@ class BlockPool:
         refs, blocks = self.refs, chain.blocks
         for block in blocks:
             refs[block] = 0
+        if blocks:
+            self.node[blocks[-1]] = chain
         self.held -= len(blocks)
         self.used -= len(blocks) * self.block_size
         self.idle.adds(blocks[::-1])
@@ -197,7 +185,7 @@ class BlockPool:
             block = self.free.pop()
         else:
             block = self.idle.pop()
-            self._unpublish(block)
+            self._unpublish(block, 1)
         self.refs[block] = 1
         self.fill[block] = 0
         self.held += 1
@@ -232,22 +220,23 @@ class BlockPool:
         node = self.tree.find(parent, tokens)
         return None if node is None else self.index.get((node, group))
 
-    def _unpublish(self, block: int) -> None:
+    def _unpublish(self, block: int, most: int) -> int:
+        """Forget what an idle block held and, where it is the last of a chain, those before it, up to `most`; how many."""
         node = self.node[block]
+        self.node[block] = None
         if isinstance(node, Chain):
-            if node.blocks[-1] == block:
-                node.blocks.pop()
-                self.node[block] = None
-                if not node.blocks:
-                    self._end_chain(node)
-                return
-            self.unfold(node)
-            node = self.node[block]
-        if node is not None:
-            assert isinstance(node, Node)
-            del self.index[node.id, node.group]
-            self.node[block] = None
-            self.tree.leave(node.id)
+            blocks = node.blocks
+            count = min(most, len(blocks))
+            del blocks[-count:]
+            if blocks:
+                self.node[blocks[-1]] = node
+            else:
+                self._end_chain(node)
+            return count
+        assert node is not None
+        del self.index[node.id, node.group]
+        self.tree.leave(node.id)
+        return 1
 
     def unfold(self, chain: Chain) -> None:
         """Enter the nodes of `chain` into the tree, because somebody looks there."""
@@ -255,9 +244,10 @@ class BlockPool:
             self.on_unfold(chain)
         del self.chains[chain.node]
         size, tokens, tree, node = self.block_size, chain.seq.tokens, self.tree, chain.node
+        if chain.blocks:
+            self.node[chain.blocks[-1]] = None
         for index, block in enumerate(chain.blocks, chain.start):
             node = tree.enter(node, tuple(tokens(index * size, (index + 1) * size)))
-            self.node[block] = None
             self.publish(block, node)
         if chain.table is not None:
             tree.use(node)

@@ -20,6 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from twinfer.core.events import Decoded
+from twinfer.core.idle import LRU
 from twinfer.core.request import Sequence
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Members:
         self._shares = core.ledger.cache.shares_prefixes
         self._paged = _is_paged(core.ledger)
         self._phases: list[dict[str, Member]] = [{} for _ in range(self._size if self._paged else 1)]
-        core.ledger.chained = True
+        core.ledger.chained = isinstance(core.ledger.pool.idle, LRU)
         core.ledger.pool.on_unfold = self._expose
 
     @staticmethod

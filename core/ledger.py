@@ -78,7 +78,9 @@ class Ledger:
         self.block_size = cache.block_size(limits)
         self.pool = BlockPool(limits.num_blocks, self.block_size, order_of(cache))
         self.tables: dict[str, Table] = {}
-        self.chained = False  # publish in chains: worth it where many blocks are published that are never looked for
+        self.chained = False
+        """Publish in chains: worth it where many blocks are published that are never looked for. Only with `LRU`, which gives
+        up blocks in the order in which they became idle."""
 
     # --- how many blocks ------------------------------------------------------------------------
 
@@ -338,8 +340,6 @@ class Ledger:
             fresh = blocks[table.published : new // size]
             chain.blocks += fresh
             table.published += len(fresh)
-            for block in fresh:
-                pool.node[block] = chain
 
     # --- commitment -----------------------------------------------------------------------------
 
@@ -390,8 +390,6 @@ class Ledger:
                 fresh = table.blocks[table.published : computed // size]
                 table.chain.blocks += fresh
                 table.published += len(fresh)
-                for block in fresh:
-                    pool.node[block] = table.chain
                 return
             start = table.published * size
             tokens = tuple(seq.tokens(start, start + size))
@@ -418,16 +416,18 @@ class Ledger:
 
     def release(self, seq: Sequence, until_step: int | None) -> None:
         """Give up the table of `seq`; harmless when it has none (release is idempotent)."""
-        table = self.tables.pop(seq.id, None)
-        if table is not None:
-            chain, blocks = table.chain, table.blocks
-            if chain is not None and until_step is None:  # the only group, without holes
-                self.pool.drop(blocks[table.published :])
-                self.pool.drop_chain(chain)
-                self.pool.drop(blocks[: chain.start])
-            else:
-                for group, first in zip(table.groups, table.first, strict=True):
-                    self.pool.drop(group[first:] if first else group, until_step)
-            if chain is not None:
-                self.pool.let_go(chain)
-            self.pool.tree.leave(table.node)
+        table, pool = self.tables.pop(seq.id, None), self.pool
+        if table is None:
+            return
+        if table.chain is not None and until_step is not None:  # its blocks do not become idle now, all at once
+            pool.unfold(table.chain)
+        chain, blocks = table.chain, table.blocks
+        if chain is not None:  # the only group, without holes
+            pool.drop(blocks[table.published :])
+            pool.drop_chain(chain)
+            pool.drop(blocks[: chain.start])
+            pool.let_go(chain)
+        else:
+            for group, first in zip(table.groups, table.first, strict=True):
+                pool.drop(group[first:] if first else group, until_step)
+        pool.tree.leave(table.node)
