@@ -125,6 +125,8 @@ class Core:
             return self._blocked()
         while True:
             self.tidy()
+            if not self.sequences:
+                return self._blocked() if self.outstanding or self.transfers else Idle()
             planner = Planner(self, now)
             planner.run()
             if planner.rows or planner.moves:
@@ -133,8 +135,6 @@ class Core:
                 continue
             if self.outstanding or self.transfers:
                 return self._blocked()
-            if not self.sequences:
-                return Idle()
             if planner.defer is not None:
                 return Idle(planner.defer)
             if give_way(self):

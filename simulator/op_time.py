@@ -59,7 +59,7 @@ class OpTimeChain:
                         "--op-time", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
                         "report this to the author of the op-time model",
                     )  # fmt: skip
-                return self._corrected(op, answer)
+                return answer if self._correction is None else self._corrected(op, answer)
         names = ", ".join(m.name for m in self.models) or "none"
         raise ConfigError(
             "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",

@@ -165,12 +165,13 @@ class StepTimer:
         fixed, sigma = self._fixed[count]
         seconds: list[float] = []
         sigmas: list[tuple[int, float, float]] = []
-        stop = keys + steps * count
-        lines, low = self._lines, grid_below(keys / count)
-        while keys < stop:
+        mean = keys // count  # one more in each step, whatever is left over
+        lines, low = self._lines, grid_below(mean)
+        while steps:
             line = lines.get((count, low)) or self._line(count, low)
             base, slope, first, growth, _, _, low = line
-            end = min(stop, keys - (keys - low * count) // count * count)  # that of the first step in the next interval
+            here = min(steps, low - mean)  # before the next interval
+            end = keys + here * count
             found = [fixed + (base + slope * total) for total in range(keys, end, count)]
             first, growth = sigma + (first + growth * keys), growth * count
             if self._overlap and min(found[0], found[-1]) < host.seconds:  # the CPU takes longer than the device
@@ -181,8 +182,8 @@ class StepTimer:
                     first += growth
             else:
                 seconds += found
-                sigmas.append((len(found), first, growth))
-            keys = end
+                sigmas.append((here, first, growth))
+            keys, mean, steps = end, low, steps - here
         return DecodeCost(seconds, sigmas)
 
     def decode_costs(self, count: int, keys: int, steps: int, with_ops: bool) -> list[StepCost]:

@@ -71,7 +71,7 @@ class Calibrated(Technique):
         return found
 
     def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
-        known = lookup_of(device, self._format)
+        known = lookup_of(device, self._format) if device.calibration else None
         return None if known is None else known.time(op, device.kind)
 
 
