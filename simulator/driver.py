@@ -61,7 +61,8 @@ class SimInbox:
         self.ring()
 
     def drain(self) -> list[Event] | None:
-        """Events that have arrived; None once closed and empty."""
+        """Events that have arrived, for who then asks for a new `bell`; None once closed and empty."""
+        self._bell = None
         if not self._events and self.closed:
             return None
         events, self._events = self._events, []

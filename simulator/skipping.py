@@ -88,34 +88,58 @@ class SkippingEngine:
         self._taken = 0  # steps of it that the core has taken
         self._head: object = None  # first in the queue when the run was planned
         self._timer = 0  # number of the latest timer: earlier ones mean nothing any more
+        self._over = env.event()  # all is done, or the engine has failed
         inbox.settle = self.settle
         inbox.tell = self._tell_all
         if recorder is not None:
             recorder.before_finish = self._tell_all
 
     def process(self) -> Generator[simpy.Event, Any, None]:
+        self._go_on()
+        yield self._over
+
+    def _go_on(self, happened: Event | None = None) -> None:
+        """Take in what is in the inbox, and what has just `happened`; launch what there is to be launched, and wait for more."""
         inbox = self.inbox
-        while not inbox.failed:
-            events = inbox.drain()
-            if self.env.now != self._stamp:
-                self.now = max(self.now, self.env.now)
-            arrived = False
-            for event in events or ():
-                if isinstance(event, Submit):
-                    self._submit(event)
-                    arrived = True
-                else:
-                    self._take_in(event)
-            if self._run is not None and self._until == self._lag + self._taken and not self._plans:
-                self._leave_run()
-            if self._run is None and len(self._plans) <= self._lag:
-                if not self._plan_on():
-                    return
+        if inbox.failed:
+            self._over.succeed()
+            return
+        events = inbox.drain() or []
+        if happened is not None:
+            events.append(happened)
+        arrived = False
+        for event in events:
+            if isinstance(event, Submit):
+                self._submit(event)
+                arrived = True
             else:
-                self._tell()
-                if arrived:
-                    self._cut_short()
-            yield inbox.bell()
+                self._take_in(event)
+        if self._run is not None and self._until == self._lag + self._taken and not self._plans:
+            self._leave_run()
+        if self._run is None and len(self._plans) <= self._lag:
+            if not self._plan_on():
+                self._over.succeed()
+                return
+        else:
+            self._tell()
+            if arrived:
+                self._cut_short()
+        bell = inbox.bell()
+        assert bell.callbacks is not None
+        bell.callbacks.append(self._rung)
+
+    def _rung(self, bell: simpy.Event) -> None:
+        if self.env.now != self._stamp:
+            self.now = max(self.now, self.env.now)
+        self._go_on()
+
+    def _happens(self, event: Event) -> None:
+        """`event` comes with a step that has just ended: it is taken in at once, unless more is to come at this moment, which is
+        seen with it."""
+        if self.env.peek() > self._stamp:
+            self._go_on(event)
+        else:
+            self.inbox.put(event)
 
     def _plan_on(self) -> bool:
         """Launch what there is to be launched now; False when all is done and nothing will come."""
@@ -212,7 +236,7 @@ class SkippingEngine:
             self._ended(end)
             if self.recorder is not None:
                 self.recorder.step(self.core.outstanding[plan.step], result, begin, end)
-            self.inbox.put(StepDone(plan.step, result))
+            self._happens(StepDone(plan.step, result))
 
         self._after(end, done)
 
@@ -251,7 +275,7 @@ class SkippingEngine:
         def done(event: simpy.Event) -> None:
             if number == self._timer and not self.inbox.failed:
                 self._ended(end)
-                self.inbox.put(_RUN_ENDED)
+                self._happens(_RUN_ENDED)
 
         self._after(end, done)
 
