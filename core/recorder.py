@@ -142,12 +142,15 @@ class Recorder:
         results: of each, in detail `steps`.
         """
         count = stretch.count
+        if self._tally is not None and len(stretch.stats) == 1:
+            self._tally.run(times, stretch.stats[0][1], count, stretch.taken)
+            return
         pieces = [(at, min(till, stretch.steps), stats) for (at, stats), (till, _) in
                   zip(stretch.stats, [*stretch.stats[1:], (stretch.steps, None)], strict=True)]  # fmt: skip
         if self._tally is not None:
             for at, till, stats in pieces:
                 taken = stretch.taken if till == stretch.steps else ()
-                self._tally.run(times if len(pieces) == 1 else times[at : till + 1], stats, count, taken)
+                self._tally.run(times[at : till + 1], stats, count, taken)
             return
         self._ends += [end - self.start for end in times[1:]]
         for at, till, stats in pieces:
