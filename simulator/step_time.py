@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 OpsOf = Callable[[StepShape], Sequence[Op]]
 _KEPT = 1 << 17  # parts
+_FEW = 128  # totals of keys between two grid points up to which the decode steps of all are kept
 _FAR = 1 << 20  # more tokens than a step has
 
 
@@ -88,6 +89,7 @@ class StepTimer:
         self._known: dict[tuple[object, ...], Part] = {}
         self._rows: dict[Group, Part] = {}
         self._lines: dict[tuple[int, int], Line] = {}  # by rows and lower grid point
+        self._steps: dict[tuple[int, int], list[float]] = {}  # seconds of decode steps by total, beside `_lines`
         self._fixed: dict[int, tuple[float, float]] = {}  # of decode steps: seconds and sigma of all but attention
 
     @property
@@ -169,10 +171,18 @@ class StepTimer:
         lines, low = self._lines, grid_below(mean)
         while steps:
             line = lines.get((count, low)) or self._line(count, low)
-            base, slope, first, growth, _, _, low = line
-            here = min(steps, low - mean)  # before the next interval
+            base, slope, first, growth, _, _, high = line
+            here = min(steps, high - mean)  # before the next interval
             end = keys + here * count
-            found = [fixed + (base + slope * total) for total in range(keys, end, count)]
+            if (high - low) * count <= _FEW:  # few rows come by here again and again
+                begin = low * count
+                known = self._steps.get((count, low))
+                if known is None:
+                    totals = range(begin, high * count)
+                    known = self._steps[count, low] = [fixed + (base + slope * total) for total in totals]
+                found = known[keys - begin : end - begin : count]
+            else:
+                found = [fixed + (base + slope * total) for total in range(keys, end, count)]
             first, growth = sigma + (first + growth * keys), growth * count
             if self._overlap and min(found[0], found[-1]) < host.seconds:  # the CPU takes longer than the device
                 for device in found:
@@ -183,7 +193,7 @@ class StepTimer:
             else:
                 seconds += found
                 sigmas.append((here, first, growth))
-            keys, mean, steps = end, low, steps - here
+            keys, mean, low, steps = end, high, high, steps - here
         return DecodeCost(seconds, sigmas)
 
     def decode_costs(self, count: int, keys: int, steps: int, with_ops: bool) -> list[StepCost]:
@@ -276,6 +286,7 @@ class StepTimer:
         slope, sigma_slope = (above.seconds - below.seconds) / width, (above.sigma - below.sigma) / width
         if len(self._lines) >= _KEPT:
             self._lines.clear()
+            self._steps.clear()
         line = self._lines[count, low] = Line(
             below.seconds - slope * low * count, slope, below.sigma - sigma_slope * low * count, sigma_slope, below, above, high
         )  # fmt: skip
