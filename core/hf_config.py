@@ -75,7 +75,7 @@ def _read(c: Fields, family: str) -> ModelSpec:
         c.must_be("use_bias", c.get("use_bias"), None, False)
     c.must_be("use_bidirectional_attention", c.get("use_bidirectional_attention"), None, False)
     gemma = family in GEMMA
-    bias = bool(c.get("attention_bias", False))
+    bias = c.flag("attention_bias", False)
     query_scalar = c.get("query_pre_attn_scalar") if gemma else None
     mla = _mla(c) if family in LATENT else None
     dtype = _dtype(c)
@@ -91,14 +91,12 @@ def _read(c: Fields, family: str) -> ModelSpec:
         intermediate_size=_width(c, family),
         vocab_size=c.count("vocab_size"),
         max_context=rope.max_context,
-        tie_embeddings=bool(c.get("tie_word_embeddings", gemma)),
+        tie_embeddings=c.flag("tie_word_embeddings", gemma),
         attention_bias=family in QWEN2_BIAS or bias,
-        attention_out_bias=bool(c.get("attention_out_bias"))
-        if family == "seed_oss"
-        else bias and family not in NO_OUT_BIAS,
-        mlp_bias=bool(c.get("mlp_bias", False)),
+        attention_out_bias=c.flag("attention_out_bias") if family == "seed_oss" else bias and family not in NO_OUT_BIAS,
+        mlp_bias=c.flag("mlp_bias", False),
         gated_mlp=family != "nemotron_h",
-        qk_norm=family in QK_NORM or (family == "glm4_moe" and bool(c.get("use_qk_norm", False))),
+        qk_norm=family in QK_NORM or (family == "glm4_moe" and c.flag("use_qk_norm", False)),
         wide_qk_norm=family in ("minimax_m2", "olmo2", "olmo3"),
         hidden_act=str(c.get("hidden_activation") or c.get("mlp_hidden_act") or c.get("hidden_act") or "silu"),
         norm_eps=c.number("layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps", 1e-6),
@@ -119,7 +117,7 @@ def _read(c: Fields, family: str) -> ModelSpec:
         linear_attention=layers.linear,
         layer_kinds=layers.kinds,
         bare_layers=layers.bare,
-        attention_gate=family in OUTPUT_GATE and bool(c.get("attn_output_gate", True)),
+        attention_gate=family in OUTPUT_GATE and c.flag("attn_output_gate", True),
         sparse_index=layers.index,
         dtype=dtype,
         kv_dtype=dtype,
@@ -168,7 +166,7 @@ def _windows(c: Fields, family: str, layers: Layers) -> tuple[int | None, ...]:
     if family == "llama4_text":
         return layers.windows
     window, num_layers = c.get("sliding_window"), layers.count
-    if window is None or (family.startswith(("qwen", "mimo", "smollm3")) and not c.get("use_sliding_window", False)):
+    if window is None or (family.startswith(("qwen", "mimo", "smollm3")) and not c.flag("use_sliding_window")):
         return ()
     types = c.kinds("layer_types", num_layers)
     if types is not None:
@@ -199,7 +197,7 @@ def _mla(c: Fields) -> MLASpec:
         qk_nope_head_dim=c.count("qk_nope_head_dim"),
         qk_rope_head_dim=c.count("qk_rope_head_dim"),
         v_head_dim=c.count("v_head_dim", least=1),
-        interleaved=bool(c.get("rope_interleave", True)),
+        interleaved=c.flag("rope_interleave", True),
     )
 
 

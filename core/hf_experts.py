@@ -40,7 +40,7 @@ def read_experts(c: Fields, family: str, layers: Layers) -> MoESpec | None:
             intermediate_size=c.count("intermediate_size", least=1),
             num_shared=1 if c.get("shared_intermediate_size") else 0,
             shared_intermediate_size=c.count("shared_intermediate_size", 0),
-            score_bias=bool(c.get("use_routing_bias", True)),
+            score_bias=c.flag("use_routing_bias", True),
             scoring="sigmoid",
         )
     if family == "granitemoehybrid" and c.count("num_local_experts", 0):
@@ -75,7 +75,7 @@ def _qwen(c: Fields, family: str, num_layers: int) -> MoESpec:
         shared_intermediate_size=shared,
         shared_gate=shared > 0,
         dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
-        renormalize=bool(c.get("norm_topk_prob", family not in ("qwen2_moe", "qwen3_moe"))),
+        renormalize=c.flag("norm_topk_prob", family not in ("qwen2_moe", "qwen3_moe")),
     )
 
 
@@ -99,7 +99,7 @@ def _balanced(c: Fields, family: str, num_layers: int) -> MoESpec:
         score_bias=True,
         float32_router=True,
         scoring="sigmoid",
-        renormalize=bool(c.get("norm_topk_prob", True)),
+        renormalize=c.flag("norm_topk_prob", True),
         num_groups=groups,
         top_groups=c.count("topk_group", 1 if glm else 4) if groups > 1 else 1,
         group_score_top=2,
@@ -155,7 +155,7 @@ def _nemotron(c: Fields, layers: Layers) -> MoESpec:
         latent_size=c.count("moe_latent_size", 0),
         score_bias=True,
         scoring="sigmoid",
-        renormalize=bool(c.get("norm_topk_prob", True)),
+        renormalize=c.flag("norm_topk_prob", True),
         num_groups=c.count("n_group", 1),
         top_groups=c.count("topk_group", 1),
         scale=c.number("routed_scaling_factor", 1.0),

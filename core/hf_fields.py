@@ -42,6 +42,12 @@ class Fields:
             raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be positive or null")
         return None if value is None else float(value)
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be true or false")
+        return value
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids: one, a list of them, or none."""
         given = self.get(key, [])

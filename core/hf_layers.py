@@ -110,8 +110,8 @@ def _mixers_and_mlps(c: Fields) -> Layers:
         key_dim=c.count("ssm_state_size", 128),
         value_dim=c.count("mamba_head_dim", 64),
         conv_width=c.count("conv_kernel", 4),
-        conv_bias=bool(c.get("use_conv_bias", True)),
-        proj_bias=bool(c.get("use_bias", False)),
+        conv_bias=c.flag("use_conv_bias", True),
+        proj_bias=c.flag("use_bias", False),
         state_dtype=str(c.get("mamba_ssm_cache_dtype", "float32")),
     )
     return Layers(len(kinds), tuple(kinds), tuple(bare), tuple(experts), linear=linear)
@@ -129,8 +129,8 @@ def _jamba(c: Fields, count: int) -> Layers:
         key_dim=c.count("mamba_d_state", 16),
         value_dim=1,
         conv_width=c.count("mamba_d_conv", 4),
-        conv_bias=bool(c.get("mamba_conv_bias", True)),
-        proj_bias=bool(c.get("mamba_proj_bias", False)),
+        conv_bias=c.flag("mamba_conv_bias", True),
+        proj_bias=c.flag("mamba_proj_bias", False),
         step_rank=-(-hidden // 16) if rank == "auto" else c.count("mamba_dt_rank"),
     )
     kinds = tuple("attention" if i % every == offset else "linear" for i in range(count))
@@ -151,8 +151,8 @@ def _falcon_h1(c: Fields, count: int) -> Layers:
         key_dim=c.count("mamba_d_state", 256),
         value_dim=inner // heads if width == "auto" else c.count("mamba_d_head"),
         conv_width=c.count("mamba_d_conv", 4),
-        conv_bias=bool(c.get("mamba_conv_bias", True)),
-        normed=bool(c.get("mamba_rms_norm", False)),
+        conv_bias=c.flag("mamba_conv_bias", True),
+        normed=c.flag("mamba_rms_norm", False),
     )
     return Layers(count, ("both",) * count, linear=linear)
 
@@ -175,8 +175,8 @@ def _granite(c: Fields, count: int) -> Layers:
         if width == "auto"
         else c.count("mamba_d_head"),
         conv_width=c.count("mamba_d_conv", 4),
-        conv_bias=bool(c.get("mamba_conv_bias", True)),
-        proj_bias=bool(c.get("mamba_proj_bias", False)),
+        conv_bias=c.flag("mamba_conv_bias", True),
+        proj_bias=c.flag("mamba_proj_bias", False),
     )
     return Layers(count, tuple(MIXERS[t] for t in types), linear=linear)
 

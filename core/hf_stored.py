@@ -58,12 +58,18 @@ def with_stored_format(spec: ModelSpec, c: Fields) -> ModelSpec:
     q = c.get("quantization_config")
     if q is None:
         return spec
-    method = q.get("quant_method") if isinstance(q, Mapping) else None
-    if isinstance(q, Mapping) and method is None and "quant_algo" in q:
+    if not isinstance(q, Mapping):
+        raise ModelError(f"{c.name}: config.json has quantization_config={q!r}, which should be an object")
+    method = q.get("quant_method")
+    if method is None and "quant_algo" in q:
         method = "modelopt"
     stored = replace(spec, extra={**spec.extra, "stored_as": method})
     if method == "fp8" and not q.get("config_groups"):
         block = q.get("weight_block_size")
+        if block is not None and (
+            not isinstance(block, list) or len(block) != 2 or not all(_is_count(b) for b in block)
+        ):
+            raise ModelError(f"{c.name}: config.json has weight_block_size={block!r}, which should be two sizes from 1")
         bits = 8 + 32 / (block[0] * block[1]) if block else 8.0
         left_out = _matcher([str(module) for module in q.get("modules_to_not_convert") or ()])
         if any(left_out(name) for linear in block_linears(spec) for name in linear.names):
@@ -76,14 +82,37 @@ def with_stored_format(spec: ModelSpec, c: Fields) -> ModelSpec:
         narrow = Format(8.0, "fp8") if method == "fbgemm_fp8" else _bitsandbytes(c.name, q)
         return _averaged(stored, lambda linear: None if any(map(left_out, linear.names)) else narrow)
     if method in ("gptq", "awq", "auto-round"):
-        bits, group = int(q.get("bits", 4)), int(q.get("group_size", 128))
-        # one fp16 scale and one packed zero point per group; group -1 is one group per output channel
-        return replace(stored, weight_bits=bits + ((SCALE_BITS + bits) / group if group > 0 else 0.0))
+        fields = Fields(q, c.name)
+        stored_bits, group = _bits(fields, "bits", 4), _group(fields, 128)
+        # one fp16 scale and one packed zero point per group
+        return replace(stored, weight_bits=stored_bits + ((SCALE_BITS + stored_bits) / group if group else 0.0))
     if method == "mxfp4" and spec.moe is not None:
         return _averaged(stored, lambda linear: Format(8 * BYTES["mxfp4"], "") if linear.routed else None)
     if method in ("compressed-tensors", "modelopt"):
         return _by_name(stored, q)
     raise ModelError(f"{c.name}: weights stored as {method!r} are not known; known: {KNOWN}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _bits(fields: Fields, key: str, default: int) -> int:
+    """Of an integer or a float in storage."""
+    bits = fields.count(key, default, least=1)
+    if bits > 16:
+        raise ModelError(f"{fields.name}: config.json has {key}={bits}, which should be at most 16")
+    return bits
+
+
+def _group(fields: Fields, default: int) -> int:
+    """Weights that share a scale, 0 where a whole row does (-1 in the file)."""
+    size = fields.count("group_size", default, least=-1)
+    if size == 0:
+        raise ModelError(
+            f"{fields.name}: config.json has group_size=0, which should be positive, or -1 for a whole row"
+        )
+    return max(0, size)
 
 
 def _bitsandbytes(name: str, q: Mapping[str, Any]) -> Format:
@@ -131,10 +160,11 @@ def _groups(name: str, q: Mapping[str, Any], algorithm: str) -> Iterator[tuple[S
     groups = q.get("config_groups") or {}
     for group in groups.values():
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        bits, kind, size = int(weights.get("num_bits", 8)), str(weights.get("type", "int")), weights.get("group_size")
+        fields = Fields(weights, name)
+        bits, kind, size = _bits(fields, "num_bits", 8), str(weights.get("type", "int")), _group(fields, -1)
         scale = (8 if kind == "float" and bits == 4 else SCALE_BITS) + (0 if weights.get("symmetric", True) else bits)
         computes = COMPUTE.get((kind, int(inputs.get("num_bits", 16))), "") if inputs else ""
-        yield group.get("targets") or ["Linear"], Format(bits + (scale / size if size and size > 0 else 0.0), computes)
+        yield group.get("targets") or ["Linear"], Format(bits + (scale / size if size else 0.0), computes)
     if not groups:
         yield ["Linear"], _algorithm(name, algorithm)
 

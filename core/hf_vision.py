@@ -179,11 +179,11 @@ def _internvl(outer: Fields, c: Fields, text: ModelSpec) -> VisionSpec:
         depth=depth, hidden=h, width=width, heads=c.count("num_attention_heads"), inputs=3 * side**2, extra=1,
         projections=(Projection(t, wide, merge), Projection(t, t, merge)),
     )  # fmt: skip
-    dynamic = bool(outer.get("dynamic_image_size", True))
+    dynamic = outer.flag("dynamic_image_size", True)
     layout = Tiles(
         side=size, patches=patches, tokens=round(patches * ratio**2),
         most=outer.count("max_dynamic_patch", INTERNVL_TILES, least=1) if dynamic else 1,
-        overview=bool(outer.get("use_thumbnail", True)), by_ratio=True,
+        overview=outer.flag("use_thumbnail", True), by_ratio=True,
     )  # fmt: skip
     return VisionSpec(params=params, image_size=size, layout=layout, tower=tower)
 

@@ -86,6 +86,8 @@ class RequestRecord:
     def tpot(self) -> float | None:
         if self.first_token is None or self.last_token is None or self.last_token == self.first_token:
             return None
+        if self.num_output_tokens < 2:  # logs of other engines may take the end of a request for its last token
+            return None
         return (self.last_token - self.first_token) / (self.num_output_tokens - 1)
 
 

@@ -33,6 +33,8 @@ OTHER, PLANS, WAITING, STEPS, UNLIKE = "other ops", "plans", "waiting", "steps",
 _WINDOWS = 10
 _SHARE = 0.01  # of a run's time from which an op has a factor of its own, and of an op's from which a size has
 _APART = 3.0  # ratio of the largest to the smallest launch from which these are told apart
+_FARTHEST = 100.0  # times as fast or as slow as predicted: more is another model, device or unit
+_FEW = 5  # requests from which their spread means something
 _WIDTH80 = 2 * 1.2816  # the middle 80 % of a normal, in standard deviations
 
 
@@ -222,13 +224,20 @@ def fitted_correction(replayed: Replay, again: Callable[[DeviceSpec], Replay]) -
     """One factor on all op times that brings the mean E2E latency to the real one, for a record without steps.
 
     again: the replay on another device.  Its interval is what single requests are off by with it.
+    Raises ConfigError for a run that takes no time, or one so far from its twin that this is no matter of speed.
     """
     factor, current = 1.0, replayed
     for _ in range(6):
         real, predicted = attribute(current).metrics["e2e.mean"]
+        if not real or not predicted or not 1 / _FARTHEST < (found := factor * real / predicted) < _FARTHEST:
+            raise ConfigError(
+                "RUN", replayed.real.id,
+                f"has a mean latency of {real:.3g} s where its twin predicts {predicted / factor:.3g} s: no factor mends that",
+                "see that its times are seconds, and give the model and the device that served it",
+            )  # fmt: skip
         if abs(real / predicted - 1) < 0.002:
             break
-        factor *= real / predicted
+        factor = found
         current = again(with_correction(replayed.device, _correction(replayed, {"*": factor}, {"*": 0.1})))
     ours = {r.request_id: r.e2e for r in current.predicted.requests}
     ratios = sorted(
@@ -236,8 +245,9 @@ def fitted_correction(replayed: Replay, again: Callable[[DeviceSpec], Replay]) -
         for r in replayed.real.requests
         if r.e2e and ours.get(r.request_id)
     )
-    spread = max(MIN_DRIFT, (quantile(ratios, 0.9) - quantile(ratios, 0.1)) / _WIDTH80) if ratios else 0.1
-    return _correction(replayed, {"*": factor}, {"*": spread})
+    spread = (quantile(ratios, 0.9) - quantile(ratios, 0.1)) / _WIDTH80 if ratios else 0.0
+    few = 0.1 if len(ratios) < _FEW else MIN_DRIFT
+    return _correction(replayed, {"*": factor}, {"*": max(few, spread)})
 
 
 def _named(step: PricedStep) -> dict[str, tuple[float, float]]:

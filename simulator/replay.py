@@ -102,6 +102,7 @@ def replay(
     predicted, _ = run_world(world, 1.0, on_progress or (lambda done, total, info: None), should_stop, keep=True)
     if not predicted.complete:
         raise ReplayStopped("replay stopped")
+    _check_answered(real, predicted)
     steps: list[PricedStep] = []
     if real.steps:
         feeder = Feeder(requests, workload.concurrency)
@@ -119,6 +120,19 @@ def replay(
         launches[op.name] += op.count
         kinds[op.name] = op.kind
     return Replay(real, predicted, config, device, world.setup.model, tuple(steps), kinds, launches, tuple(notes))
+
+
+def _check_answered(real: RunRecord, predicted: RunRecord) -> None:
+    """ConfigError where the twin refuses what was served: it is not the twin of that engine."""
+    refused = [r for r in predicted.requests if r.last_token is None]
+    if refused:
+        first = refused[0]
+        raise ConfigError(
+            "RUN", real.id,
+            f"has {len(refused)} of {len(predicted.requests)} requests that its twin does not answer: {first.request_id} of "
+            f"{first.num_prompt_tokens} prompt tokens ends by {first.reason}{f' ({first.detail})' if first.detail else ''}",
+            "give the model and the limits that served it (--model, --num-kv-blocks, --max-num-batched-tokens)",
+        )  # fmt: skip
 
 
 def config_of(real: RunRecord) -> EngineConfig:

@@ -32,6 +32,7 @@ from twinfer.core.runtime.measure_products import GemmJob, copy_bandwidth, grid_
 from twinfer.core.runtime.measure_runs import RUNS, Served, served
 from twinfer.core.runtime.measure_steps import BLOCK, Bench, StepJob, designs_of, drift_of
 
+_MORE = 1.3  # of the time of the first round: that of all that has to be, where the first took all the time
 _ROUNDS = 3  # of what is cheap, at least: one visit says nothing about the machine's other moments
 
 OnProgress = Callable[[float, str], None]
@@ -86,6 +87,7 @@ def measure(
         jobs: list[StepJob | GemmJob] = [*bench.jobs, *grid]
         copies: list[float] = []
         rounds = 0
+        start, whole, done, weight = time.perf_counter(), budget_s, 0, sum(job.weight for job in jobs)
         share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
         while rounds < max_rounds and (rounds < _ROUNDS or time.perf_counter() < deadline):
             again = rounds == 2 and deadline - time.perf_counter() > 0.3 * budget_s  # the runs, when there is time
@@ -107,8 +109,12 @@ def measure(
                 if not needed and (job.seconds > left or (rounds >= _ROUNDS and not cheap)):
                     continue  # dear steps are repeated less often than cheap ones
                 job.run()
-                fraction = 1 - max(0.0, deadline - time.perf_counter()) / budget_s
-                report(min(0.99, max(0.06, fraction)), f"round {rounds + 1}: {job.label}")
+                if not rounds:  # how long it all takes on this machine shows while everything is timed once
+                    done += job.weight
+                    now = time.perf_counter()
+                    whole = max(budget_s, start - begin + _MORE * (now - start) * weight / done)
+                fraction = (time.perf_counter() - begin) / whole
+                report(min(0.99, max(0.05, fraction)), f"round {rounds + 1}: {job.label}")
             copies.append(copy_bandwidth())
             rounds += 1
         found.steps = [job.timing() for job in bench.jobs]

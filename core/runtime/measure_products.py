@@ -36,6 +36,11 @@ class GemmJob:
         return f"[{self.x.shape[0]}, {self.k}] x [{self.k}, {self.n}]"
 
     @property
+    def weight(self) -> int:
+        """As `StepJob.weight`: the copies are about an eighth of a small model."""
+        return 2 + self.x.shape[0] // 8
+
+    @property
     def seconds(self) -> float:
         return min(self.samples, default=0.0) * len(self.copies)
 

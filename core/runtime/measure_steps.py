@@ -65,6 +65,11 @@ class StepJob:
         return f"{len(self.design)} row(s), first {queries} token(s) on {keys}"
 
     @property
+    def weight(self) -> int:
+        """About what it takes beside other jobs: a decode step is as dear as some tokens of a prompt."""
+        return 16 + sum(queries for queries, _ in self.design)
+
+    @property
     def seconds(self) -> float:
         """What one more run would take."""
         return min(self.totals, default=0.0)

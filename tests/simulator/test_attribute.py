@@ -163,6 +163,42 @@ def test_a_log_of_another_engine_gives_one_factor(tmp_path: Path) -> None:
         replay(log, registry=REGISTRY)
 
 
+def served(tmp_path: Path, prompt: int, output: int, seconds: float) -> RunRecord:
+    path = tmp_path / "served.jsonl"
+    rows = [
+        {"arrival": i, "prompt_tokens": prompt, "output_tokens": output, "first_token": i + seconds / 2, "last_token": i + seconds}
+        for i in range(3)
+    ]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return read_log(path)
+
+
+def test_a_log_of_answers_of_one_token_has_no_time_per_token(tmp_path: Path) -> None:
+    log = served(tmp_path, 20, 1, 0.2)
+    assert [r.tpot for r in log.requests] == [None] * 3
+    found = attribute(replay(log, CONFIG, REGISTRY, CPU))
+    assert "tpot.mean" not in found.metrics and found.metrics["ttft.mean"][0] == pytest.approx(0.1)
+
+
+def test_a_log_that_its_twin_cannot_answer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 of 3 requests that its twin does not answer: r0 of 9000 prompt tokens"):
+        replay(served(tmp_path, 9000, 5, 0.2), CONFIG.model_copy(update={"num_kv_blocks": None}), REGISTRY, CPU)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3e6])
+def test_no_factor_mends_what_is_no_matter_of_speed(tmp_path: Path, seconds: float) -> None:
+    log = served(tmp_path, 20, 5, seconds)
+    first = replay(log, CONFIG, REGISTRY, CPU)
+    with pytest.raises(ConfigError, match="no factor mends that; see that its times are seconds"):
+        fitted_correction(first, lambda device: replay(log, CONFIG, REGISTRY, device))
+
+
+def test_a_few_requests_say_little_of_their_spread(tmp_path: Path) -> None:
+    log = served(tmp_path, 20, 5, 0.4)
+    made = fitted_correction(replay(log, CONFIG, REGISTRY, CPU), lambda device: replay(log, CONFIG, REGISTRY, device))
+    assert made.spreads["*"] >= 0.1
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
