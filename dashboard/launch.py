@@ -3,6 +3,7 @@
 Invariants
 * The server listens on 127.0.0.1 only and asks nothing of any other machine.
 * Options go by flags, so that neither a config file of the user nor the working folder changes them.
+* The server ends with the process that started it, however that ends: its stdin is a pipe that closes with it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def command(
     port: int, runs_dir: str | Path | None, plugins: Sequence[str] = (), plugin_dirs: Sequence[str | Path] = ()
 ) -> list[str]:
     """The command line of the server process."""
-    words = [sys.executable, "-m", "streamlit", "run", str(APP), f"--server.port={port}"]
+    words = [sys.executable, "-m", "twinfer.dashboard.server", "run", str(APP), f"--server.port={port}"]
     for name, value in streamlit_options().items():
         text = value if isinstance(value, str) else json.dumps(value)
         words.append(f"--{name}={text}")
@@ -76,7 +77,7 @@ class Server:
             raise ConfigError("--port", port, "another program listens there", "give another port, or none")
         self.url = f"http://{HOST}:{self.port}"
         self.process = subprocess.Popen(
-            command(self.port, runs_dir, plugins, plugin_dirs), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            command(self.port, runs_dir, plugins, plugin_dirs), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
         try:
             self._wait(patience)
@@ -109,6 +110,8 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def __enter__(self) -> Server:
         return self

@@ -27,7 +27,7 @@ import time
 from twinfer.core.hookspecs import hookimpl
 from twinfer.plugins.scheduler.continuous import Continuous
 
-ON_A_PAGE = "streamlit" in sys.orig_argv  # its quick estimates stay quick
+ON_A_PAGE = "twinfer.dashboard.server" in sys.orig_argv  # its quick estimates stay quick
 
 
 class Slow(Continuous):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
+import subprocess
+import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -55,6 +61,21 @@ def test_the_server_comes_up_and_goes_down(tmp_path: Path):
             assert answer.status == 200 and "Streamlit" in answer.read().decode()
         assert server.process.poll() is None
     assert server.process.poll() is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_server_ends_with_the_command_however_that_ends(tmp_path: Path, number: signal.Signals):
+    words = [sys.executable, "-m", "twinfer.cli.main", "dashboard", "--runs-dir", str(tmp_path), "--json"]
+    with subprocess.Popen([*words, "--port", str(launcher.free_port(0))], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        url = json.loads("".join(line.decode() for line in iter(command.stdout.readline, b"}\n")) + "}")["url"]
+        command.send_signal(number)
+    assert command.returncode == -number
+    deadline = time.monotonic() + 60
+    with pytest.raises(urllib.error.URLError):
+        while time.monotonic() < deadline:
+            urllib.request.urlopen(url, timeout=60).close()
+            time.sleep(0.1)
 
 
 def test_a_server_that_dies_is_an_error(monkeypatch):
