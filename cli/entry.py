@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> int:
     """As `twinfer.cli.main.main`, whose import takes a moment."""
@@ -10,6 +12,7 @@ def main() -> int:
 
         return command_line()
     except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
         return 130
 
 

@@ -262,7 +262,7 @@ def generate(
         sessions = [s for s in sessions if sum(len(d.prompt) + d.output_len for d in s) <= max_model_len]
         if not sessions:
             raise ConfigError(
-                "too_long", "filter", f"no request fits into a context of {max_model_len} tokens",
+                "--too-long", "filter", f"no request fits into a context of {max_model_len} tokens",
                 "raise --max-model-len or shorten the requests",
             )  # fmt: skip
     if workload.rate is not None or any(s[0].arrival is None for s in sessions):

@@ -95,7 +95,8 @@ def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadS
             found: WorkloadSource = registry.build("workload", Choice(name=name))
             return found
     if workload.trace is not None and not Path(workload.trace).is_file():
-        raise ConfigError("--trace", workload.trace, "no such file", "check the path")
+        problem = "is no regular file" if Path(workload.trace).exists() else "no such file"
+        raise ConfigError("--trace", workload.trace, problem, "check the path")
     name = workload.trace or ""
     why = (
         ": it is empty"

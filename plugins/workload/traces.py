@@ -240,7 +240,8 @@ def open_trace(workload: Workload) -> Path:
     """The trace's path; a missing or unreadable file is a ConfigError."""
     path = Path(workload.trace or "")
     if not workload.trace or not path.is_file():
-        raise ConfigError("--trace", workload.trace, "no such file", "give the path of a trace file")
+        found = "is no regular file" if workload.trace and path.exists() else "no such file"
+        raise ConfigError("--trace", workload.trace, found, "give the path of a trace file")
     return path
 
 

@@ -174,6 +174,7 @@ def test_prompts_file_and_texts(tmp_path: Path) -> None:
     [
         ("a.csv", None, "no such file"),
         ("a.txt", None, "no such file"),
+        (".", None, "is no regular file"),
         ("a.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,3\n", "column GeneratedTokens is missing"),
         ("a.csv", "", "column TIMESTAMP is missing"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
