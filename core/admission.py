@@ -68,10 +68,11 @@ def way_in(core: Core, seq: Sequence, swap_ins: Seq[Swap], others: bool) -> WayI
     hits, tokens = None, 0
     if seq.kv_load is None:
         hits = ledger.hits(seq)
-        blocks, refs = hits.blocks, ledger.pool.refs
-        need -= len(blocks)
-        room -= sum([refs[block] == 0 for block in blocks])
-        tokens = hits.length * ledger.block_size
+        if hits.length:
+            blocks, refs = hits.blocks, ledger.pool.refs
+            need -= len(blocks)
+            room -= sum([refs[block] == 0 for block in blocks])
+            tokens = hits.length * ledger.block_size
     if seq.host is not None:
         tokens = max(tokens, seq.host.num_tokens)
     return WayIn(None, hits, tokens, need, room)
