@@ -3,8 +3,8 @@
     python bench/fidelity_cpu.py [--model M] [--dtype D] [--quant gguf ...] [--repeats 3] [--calibrate] [--paced] [--json FILE]
 
 Formats and workloads are interleaved within each repeat. `--quant` takes several formats ("none" is plain --dtype);
-`--calibrate` measures the machine before each repeat of a format (about a minute each), as `twinfer calibrate` does, and
-compares the middle of the predictions with the middle of the runs. `--paced`: a short run of other lengths before and after each
+`--calibrate` measures the machine before and after each repeat of a format (about a minute each), as `twinfer calibrate` does; a
+repeat is predicted by the mean of both, and the middle of the repeats is compared with the middle of the runs. `--paced`: a short run of other lengths before and after each
 run says how fast the machine is at the moment. Ctrl-C or SIGTERM ends after the run and reports whole rounds.
 
 Run it on a quiet machine: two-thread torch on shared cores is easily 10 times slower than alone.
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.errors import ConfigError
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import default_registry
 from twinfer.core.runtime.loading import Engine, load_engine
@@ -95,7 +96,7 @@ def main() -> int:
     parser.add_argument("--quant", nargs="+", default=["none"], help="formats, each a quantizer or none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mixed", type=int, default=200, help="how many mixed requests; 0 leaves them out")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine before each repeat")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine before and after each repeat")
     parser.add_argument("--paced", action="store_true", help="observe the machine's speed around each run")
     parser.add_argument("--budget", type=float, default=55.0, help="seconds of each of these measurements")
     parser.add_argument("--json", metavar="FILE", help="store the lines as JSON, too")
@@ -106,7 +107,11 @@ def main() -> int:
 
     def calibrated(quantizer: str) -> None:
         chosen = Choice.model_validate(quantizer) if quantizer else None
-        result = calibrate(measure, given.model, given.dtype, budget_s=given.budget, quantizer=chosen)
+        try:
+            result = calibrate(measure, given.model, given.dtype, budget_s=given.budget, quantizer=chosen)
+        except ConfigError as error:  # the machine was too busy: what is known of it stands, and what has run is kept
+            note(f"not calibrated: {error}")
+            return
         runs = ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in result.runs.items())
         note(
             f"calibrated {quantizer or given.dtype} in {result.seconds:.0f} s: own steps within {result.error[0]:.1%} "

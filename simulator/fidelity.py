@@ -6,8 +6,9 @@ Invariants
 * The four workloads share no prompt length with the steps that calibration times, and nothing is fitted here.
 * Real runs of all workloads and formats are repeated in turn; each metric is the middle of its repeats, and their spread
   is reported with it: an error below it means nothing.
-* Where the machine is calibrated for the comparison, that is done anew before each repeat of a format, and a prediction is
-  the middle of the repeats' predictions: tables and runs meet the same slow and fast minutes of a shared machine.
+* Where the machine is calibrated for the comparison, that is done before and after each repeat of a format. The prediction of
+  a repeat is the mean of those by either tables, that of all the middle of the repeats: tables and runs meet the same slow
+  and fast minutes of a shared machine.
 * With `paced`, a short run of other lengths before and after each run says how fast the machine is at that moment, op by op
   (`attribute.correction`); the prediction is the mean of those with either. The run itself is not looked at.
 * The noise floor of the machine comes from the repeats themselves: what identical runs differ by.
@@ -78,13 +79,13 @@ def mixed(path: Path, num_requests: int = 200) -> Case:
     return Case(f"{num_requests} mixed requests", Workload(trace=str(path), seed=12), 64)
 
 
-def device_now(run_real: RunReal, config: EngineConfig, registry: Registry) -> DeviceSpec:
-    """This machine as fast as it is at the moment: its tables, corrected by a short run as `calibrate --from` does."""
+def device_now(run_real: RunReal, config: EngineConfig, registry: Registry, known: DeviceSpec) -> DeviceSpec:
+    """This machine as fast as it is at the moment: what is `known`, corrected by a short run as `calibrate --from` does."""
     few = min(24, max(4, 2 * config.max_num_seqs))
     seen = run_real(
         config, Workload(num_requests=few, input_len=110, output_len=24, lengths="uniform", spread=0.6, seed=13)
     )
-    device = without_corrections(load_device(config.device, registry))
+    device = without_corrections(known)
     return with_correction(device, correction(replay(seen, registry=registry, device=device)))
 
 
@@ -152,34 +153,47 @@ def fidelity(
     """Predict every case in every format and run it for real, `repeats` times in turn.
 
     quantizers: the formats, "" for none.  should_stop: asked before each run; the lines are then of whole rounds.
-    calibrate: measures the machine in one of the formats, before each repeat of its cases; None leaves it as it is known.
-    paced: predict with the speed that short runs before and after each run had.
+    calibrate: measures the machine in one of the formats, before and after each repeat of its cases; None leaves it as it is
+    known.  paced: predict with the speed that short runs before and after each run had.
     """
     registry = registry or default_registry()
+
+    def looked_at(quantizer: str) -> DeviceSpec:
+        if calibrate is not None:
+            calibrate(quantizer)
+        return load_device(cases[0].config(model, dtype, quantizer).device, registry)
+
     rounds: list[dict[tuple[str, str], _Pair]] = []
-    known: dict[tuple[str, str], RunRecord] = {}  # predictions, where nothing is measured between the repeats
+    known: dict[str, DeviceSpec] = {}  # by format
     for repeat in range(repeats):
         done: dict[tuple[str, str], _Pair] = {}
         for quantizer in quantizers:
-            if calibrate is not None and not should_stop():
-                calibrate(quantizer)
+            runs: list[tuple[Case, list[DeviceSpec], RunRecord]] = []
+            where = f"run {repeat + 1} of {repeats}: {quantizer or dtype}"
             for case in cases:
                 if should_stop():
                     break
+                if quantizer not in known:
+                    known[quantizer] = looked_at(quantizer)
                 config = case.config(model, dtype, quantizer)
-                key = (quantizer, case.name)
+                looks = [device_now(run_real, config, registry, known[quantizer])] if paced else [known[quantizer]]
+                real = run_real(config, case.workload)
                 if paced:
-                    before = device_now(run_real, config, registry)
-                    real = run_real(config, case.workload)
-                    after = device_now(run_real, config, registry)
-                    ours = [simulate(config, case.workload, registry, device) for device in (before, after)]
-                else:
-                    if calibrate is not None or key not in known:
-                        known[key] = simulate(config, case.workload, registry)
-                    ours, real = [known[key]], run_real(config, case.workload)
-                pair = done[key] = _Pair.of(ours, real)
+                    looks.append(device_now(run_real, config, registry, known[quantizer]))
+                report(f"{where}, {case.name}: {real.metrics['output_throughput']:.4g} tok/s")
+                runs.append((case, looks, real))
+            if len(runs) < len(cases):
+                break
+            if calibrate is not None and not should_stop():
+                known[quantizer] = looked_at(quantizer)
+            for case, looks, real in runs:
+                if calibrate is not None and not paced:
+                    looks.append(known[quantizer])
+                config = case.config(model, dtype, quantizer)
+                ours = [simulate(config, case.workload, registry, device) for device in looks]
+                pair = done[quantizer, case.name] = _Pair.of(ours, real)
                 shown = ", ".join(f"{m} {pair.real[m]:.4g} (predicted {pair.predicted[m]:.4g})" for m in TARGETS)
-                report(f"run {repeat + 1} of {repeats}: {quantizer or dtype}, {case.name}: {shown}")
+                report(f"{where}, {case.name}: {shown}")
         if len(done) < len(quantizers) * len(cases):
             break
         rounds.append(done)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twinfer.core.config import EngineConfig
-from twinfer.core.device import load_device
+from twinfer.core.device import calibrated_path, load_device, write_device
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, generate
@@ -26,7 +26,7 @@ def run_real(config: EngineConfig, workload: Workload) -> RunRecord:
 def test_a_perfect_engine_has_no_error() -> None:
     seen: list[str] = []
     lines = fidelity(run_real, repeats=2, cases=CASES[:2], registry=REGISTRY, report=seen.append)
-    assert len(seen) == 4 and len(lines) == 2 * len(TARGETS)
+    assert len(seen) == 8 and len(lines) == 2 * len(TARGETS)
     assert all(line.error == 0 and line.spread == 0 and line.inside for line in lines)
     assert noise_floor(lines) == (0, 0)
 
@@ -35,30 +35,48 @@ def test_formats_and_cases_are_interleaved_and_a_stop_keeps_whole_rounds() -> No
     seen: list[str] = []
     lines = fidelity(
         run_real, repeats=3, cases=CASES[:1], registry=REGISTRY, report=seen.append, quantizers=("", "int8"),
-        should_stop=lambda: len(seen) == 5,
+        should_stop=lambda: len(seen) == 10,
     )  # fmt: skip
-    assert [text.split(": ")[1].split(",")[0] for text in seen] == ["float32", "int8"] * 2 + ["float32"]
+    formats = [text.split(": ")[1].split(",")[0] for text in seen]  # what a run gave, then beside its prediction
+    assert formats == ["float32", "float32", "int8", "int8"] * 2 + ["float32"] * 2
     assert {line.format for line in lines} == {"float32", "int8"} and all(len(line.repeats) == 2 for line in lines)
     assert fidelity(run_real, cases=CASES[:1], registry=REGISTRY, should_stop=lambda: True) == []
 
 
-def test_a_calibration_precedes_each_repeat_of_a_format_and_the_middle_prediction_counts() -> None:
+def test_each_repeat_lies_between_two_calibrations_and_the_middle_of_their_means_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tables that are right, twice and four times too slow, and right: means are 1.5, 3 and 2.5 times what is real."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     order: list[str] = []
+    plain = load_device("cpu", REGISTRY)
+    slowness = iter((1.0, 2.0, 4.0, 1.0))
 
     def measured(quantizer: str) -> None:
         order.append(f"calibrate {quantizer or 'float32'}")
-
-    slow = iter((1.0, 3.0, 2.0))
+        local = with_correction(plain, slower(next(slowness))).model_copy(update={"name": "local", "aliases": ()})
+        write_device(local, calibrated_path())
 
     def run(config: EngineConfig, workload: Workload) -> RunRecord:
         order.append(f"run {config.quantizer or config.dtype}")
+        return simulate(config, workload, REGISTRY, plain)
+
+    lines = fidelity(run, repeats=3, cases=CASES[:1], registry=REGISTRY, calibrate=measured)
+    assert order == ["calibrate float32", "run float32"] * 3 + ["calibrate float32"]
+    ttft = next(line for line in lines if line.metric == "ttft.p50")
+    assert ttft.predicted / ttft.real == pytest.approx(2.5, rel=0.001)
+    assert ttft.spread == 0 and len(ttft.repeats) == 3
+
+
+def test_the_middle_of_the_runs_counts() -> None:
+    slow = iter((1.0, 3.0, 2.0))
+
+    def run(config: EngineConfig, workload: Workload) -> RunRecord:
         record = run_real(config, workload)
         record.metrics["output_throughput"] *= next(slow)
         return record
 
-    lines = fidelity(run, repeats=3, cases=CASES[:1], registry=REGISTRY, calibrate=measured)
-    assert order == ["calibrate float32", "run float32"] * 3
-    throughput = lines[0]
+    throughput, *_ = fidelity(run, repeats=3, cases=CASES[:1], registry=REGISTRY)
     assert throughput.metric == "output_throughput" and throughput.error == pytest.approx(-0.5)
     assert [value / throughput.predicted for value in throughput.repeats] == pytest.approx([1, 3, 2])
     assert throughput.spread == pytest.approx(1.0)
