@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,9 @@ def replay(
     from twinfer.simulator.attribute import attribute
 
     answer = attribute(found)
+    if "device" in found.predicted.reasons:
+        rests_on = f"predicted times are those of {found.predicted.reasons['device']}"
+        answer = replace(answer, notes=(*answer.notes, rests_on))
     if as_json:
         show.print_json(attribution_payload(record, answer))
         return
@@ -123,7 +127,7 @@ def correct(
     as_json: bool,
 ) -> None:  # fmt: skip
     """`twinfer calibrate --from RUN`: replay, attribute, and store the correction in a device file."""
-    from twinfer.core.device import LOCAL, calibrated_path, load_device, write_device
+    from twinfer.core.device import GENERIC, LOCAL, calibrated_path, load_device, write_device
     from twinfer.core.errors import ConfigError
     from twinfer.simulator import attribute as parts
 
@@ -131,6 +135,11 @@ def correct(
     config = config_for(record, run, given | ({"device": device} if device else {}))
     base = load_device(config.device, session.registry)
     if to is None:
+        if base.name == GENERIC:
+            raise ConfigError(
+                "--from", run, "this machine is not calibrated, so that there is nothing of its own to correct",
+                "run `twinfer calibrate` first, or say with --to where to store a corrected generic CPU",
+            )  # fmt: skip
         if base.name != LOCAL:
             raise ConfigError(
                 "--to",
@@ -216,7 +225,10 @@ def print_attribution(record: RunRecord, found: Attribution) -> None:
         for name, (a, b) in found.counts.items():
             plans.add_row(name, show.number(a), show.number(b))
         show.print_table(plans)
-        print(f"{show.percent(found.same)} of the run's steps are planned alike when they take what they took")
+        print(
+            f"the twin, given the times of the run's steps, put as many rows and tokens as the run did into "
+            f"{show.percent(found.same)} of them"
+        )
     for note in found.notes:
         print(f"note: {note}")
 

@@ -81,7 +81,9 @@ def number(value: float | None) -> str:
 def seconds(value: float | None) -> str:
     if value is None:
         return "not measured"
-    return f"{number(value)} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    if abs(value) < 1e-9:  # nothing here is that short: it is what rounding leaves of a difference
+        return "0 ms"
+    return f"{number(value)} s" if abs(value) >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def size(value: float | None) -> str:

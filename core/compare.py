@@ -148,6 +148,8 @@ def _notes(real: RunRecord, predicted: RunRecord) -> Iterator[str]:
         yield f"{real.id} was not measured (world: {real.world}); the column 'real' shows it all the same"
     if predicted.world != "simulator":
         yield f"{predicted.id} is not a prediction (world: {predicted.world}); the column 'predicted' shows it"
+    elif "`twinfer calibrate`" in (rests_on := predicted.reasons.get("device", "")):  # what would bring it nearer
+        yield f"predicted times are those of {rests_on}"
     for record in (real, predicted):
         if not record.complete:
             yield f"{record.id} was stopped early; its metrics cover what had finished"

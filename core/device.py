@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 """Name of this machine's calibrated device."""
+GENERIC = "cpu"
+"""Name of the CPU that stands for this machine until it is calibrated."""
 UNITS = {
     "memory_bytes": (1e6, "bytes, not GB"), "visible_bytes": (1e6, "bytes, not GB"),
     "memory_bandwidth": (1e6, "bytes per second, not GB/s"), "peak_flops": (1e6, "FLOP per second, not TFLOP/s"),
@@ -196,7 +198,7 @@ def load_device(
             return read_device(local)
         if text == LOCAL:
             raise ConfigError("--device", text, "this machine is not calibrated", "run `twinfer calibrate` first")
-        text = "cpu"
+        text = GENERIC
     files = device_files(registry)
     key = text.lower()
     if key in files:

@@ -33,6 +33,8 @@ from twinfer.core.run_files import RunStoreError, read_head, read_run, write_run
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COLUMNS = "id, folder, world, created, name, model, device, scheduler, kv_cache, complete, metrics, stamp"
+_MAKERS = {"run": "engine", "simulate": "simulator"}
+"""Commands that make runs, and of which world."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,8 @@ class RunStore:
                 if not summary.problem and world in (None, summary.world):
                     return summary.path
             what = "runs" if world is None else f"runs of world {world!r}"
-            raise RunStoreError(f"no {what} in {self.root}; make one with `twinfer run` or `twinfer simulate`")
+            makers = [f"`twinfer {command}`" for command, makes in _MAKERS.items() if world in (None, makes)]
+            raise RunStoreError(f"no {what} in {self.root}; make one with {' or '.join(makers) or 'a driver of it'}")
         if _ID.fullmatch(run):
             if (self._runs / run).is_dir():
                 return self._runs / run

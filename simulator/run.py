@@ -20,7 +20,7 @@ import simpy
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
-from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.device import GENERIC, DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
@@ -180,6 +180,10 @@ def prepare(
         known = coverage(device, setup.model)
         if known:
             reasons["device"] += f"; {known}"
+    elif device.name == GENERIC:
+        reasons["device"] = (
+            f"{device.name}: a generic one, not this machine, and maybe far from it: run `twinfer calibrate`"
+        )
     elif not device.efficiency:
         reasons["device"] = (
             f"{device.name} reaches the peaks of its data sheet here, an upper bound of speed: nothing was measured"

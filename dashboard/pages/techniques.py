@@ -9,6 +9,7 @@ import streamlit as st
 from pydantic import ValidationError
 
 from twinfer.core.compare import relative_error
+from twinfer.core.device import GENERIC
 from twinfer.core.errors import TwinferError
 from twinfer.core.guesses import in_words
 from twinfer.dashboard import figures, parts, session
@@ -175,7 +176,7 @@ def _chosen(mine: Prediction) -> None:
     if mine.record is None:
         return
     reasons = mine.record.reasons
-    if session.scenario().device == "auto" and "device" not in reasons:
+    if session.scenario().device == "auto" and mine.record.environment.get("device") == GENERIC:
         st.caption(
             "Times rest on typical data for this kind of machine. `twinfer calibrate` measures this one in about a minute; "
             "predictions are much closer after it."

@@ -32,12 +32,21 @@ def test_a_stored_run_is_replayed_and_its_error_has_causes(cli: Callable, stored
     assert answer["duration"]["error"] == pytest.approx(0, abs=1e-9)
     assert {part["group"] for part in answer["parts"]} >= {"products", "attention", "other ops", "host", "plans"}
     out = cli("replay", "latest", "--runs-dir", tmp_path).out
-    for word in ("TPOT mean", "down_proj", "attention", "rows per step", "100.0 % of the run's steps"):
+    for word in ("TPOT mean", "down_proj", "attention", "rows per step", "100.0 % of them",
+                 "generic one", "run `twinfer calibrate`"):  # fmt: skip
         assert word in out, word
+    assert "e-1" not in out  # of what rounding leaves
+
+
+def test_no_run_to_replay_says_what_makes_one(cli: Callable, tmp_path: Path) -> None:
+    ran = cli("replay", "latest", "--runs-dir", tmp_path)
+    ran.is_error("no runs of world 'engine'", "`twinfer run`")
+    assert "simulate" not in ran.err
 
 
 def test_a_run_corrects_a_device_file(cli: Callable, stored: str, tmp_path: Path) -> None:
-    cli("calibrate", "--from", stored, "--runs-dir", tmp_path).is_error("--to", "cpu")
+    cli("calibrate", "--from", stored, "--runs-dir", tmp_path).is_error("--from", "run `twinfer calibrate` first")
+    cli("calibrate", "--from", stored, "--device", "h100-sxm", "--runs-dir", tmp_path).is_error("--to", "h100-sxm")
     to = tmp_path / "mine.json"
     answer = cli("calibrate", "--from", stored, "--runs-dir", tmp_path, "--to", to, "--json").json
     assert answer["path"] == str(to) and answer["after"]["duration"]["error"] == pytest.approx(0, abs=1e-3)

@@ -93,3 +93,12 @@ def test_notes_name_the_wrong_world_and_the_early_stop() -> None:
     text = " | ".join(joined.notes)
     assert "a was not measured" in text and "b is not a prediction" in text
     assert "a was stopped early" in text and "3 requests completed in a, 5 in b" in text
+
+
+def test_times_of_no_calibrated_machine_are_noted() -> None:
+    def noted(reason: str) -> tuple[str, ...]:
+        return compare(record("a", "engine", {}), record("b", "simulator", {}, reasons={"device": reason})).notes
+
+    [note] = noted("cpu: a generic one: run `twinfer calibrate`")
+    assert "generic one" in note
+    assert noted("local: measured") == ()
