@@ -266,6 +266,46 @@ def test_60_random_workloads_run_the_same_where_steps_overlap(first: int) -> Non
     assert plans[1] < 0.8 * plans[0], "it does skip"
 
 
+class NewestFirst:
+    """The idle block that came last is given up first."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[object, None] = {}
+
+    def add(self, block: int) -> None:
+        self.blocks[block] = None
+
+    def remove(self, block: int) -> None:
+        del self.blocks[block]
+
+    def pop(self) -> int:
+        return self.blocks.popitem()[0]  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self.blocks
+
+
+class OwnOrder(Paged):
+    def idle_order(self) -> Any:
+        return NewestFirst()
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_idle_blocks_in_an_order_of_their_own_run_the_same(ahead: int) -> None:
+    """Chains are for `LRU`, which gives up their blocks from the end; this order begins with the head of a prompt."""
+    played = 0
+    for seed in range(0, 200, 4):
+        case = draw(seed)
+        if isinstance(case.kv_cache, Paged) and case.kv_cache.shares_prefixes:
+            limits = replace(case.limits, max_outstanding=ahead)
+            same(replace(case, kv_cache=OwnOrder(case.kv_cache.options), limits=limits))
+            played += 1
+    assert played > 15
+
+
 def test_a_steady_batch_is_a_handful_of_events() -> None:
     requests = tuple(
         Request(id=f"r{i}", prompt=range(i * 100, i * 100 + 50), params=SamplingParams(max_tokens=400, ignore_eos=True))
