@@ -35,7 +35,7 @@ _RIDGE = 300.0  # FLOP per byte at which today's devices are as busy computing a
 def ops_of_step(model: ModelSpec, shape: StepShape, layout: Layout) -> list[Op]:
     """Ops of one step on the rank that counts, in the order of execution; see the module's docstring."""
     if layout.pp == 1:
-        return _slowest_group(stages_of(model, layout)[0], shape)
+        return _slowest_group(stage_of(model, layout, 0, model.num_layers), shape)
     stages = stages_of(model, layout)
     batches = micro_batches(shape, layout.pp)
     if not batches:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from twinfer.core.work import Op, RowShape, StepShape
+from twinfer.core.work import Op, RowShape, StepShape, repeated
 
 Group = tuple[int, int, int]
 """Rows that feed equally many tokens: (tokens of each, rows, keys of all together)."""
@@ -108,11 +108,13 @@ def changed(a: Mapping[tuple[str, int], Op], b: Mapping[tuple[str, int], Op]) ->
 
 def rows_of(groups: Iterable[Group]) -> tuple[RowShape, ...]:
     """The rows of groups, with the keys of each spread evenly."""
-    rows: list[RowShape] = []
+    counts: dict[RowShape, int] = {}
     for queries, count, total in groups:
         keys, more = divmod(total, count)
-        rows += [RowShape(queries, keys + 1)] * more + [RowShape(queries, keys)] * (count - more)
-    return tuple(rows)
+        if more:
+            counts[RowShape(queries, keys + 1)] = more
+        counts[RowShape(queries, keys)] = count - more
+    return repeated(counts)
 
 
 def place(queries: int, count: int, total: int) -> tuple[int, int, float]:
