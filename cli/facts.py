@@ -55,7 +55,7 @@ def models(
         )
         for row in rows:
             table.add_row(
-                row["name"], f"{row['num_params'] / 1e9:.3g} B", str(row["num_layers"]), row["attention"],
+                row["name"], f"{show.number(row['num_params'] / 1e9)} B", str(row["num_layers"]), row["attention"],
                 show.number(row["max_context"]), show.size(row["kv_bytes_per_token"]), row["weights"] or "",
             )  # fmt: skip
     show.print_table(table)

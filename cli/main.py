@@ -3,7 +3,8 @@
 Invariants
 * `twinfer --help` imports neither pydantic nor numpy, torch, pyarrow or streamlit: commands import what they need.
 * Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback.
-* A question that was answered with no (it does not fit, no fleet will do) ends with exit code 3, also with `--json`.
+* A question that was answered with no (it does not fit, no fleet will do) ends with exit code 3, also with `--json`,
+  whichever command asked it.
 * With `--json`, stdout holds one JSON document and nothing else; progress and notes go to stderr.
 * Ctrl-C ends with exit code 130 and says so: at once while nothing has begun, else after the part that is done has been
   saved.
@@ -23,6 +24,7 @@ from typer.core import TyperGroup
 
 from twinfer.cli import calibrate, demo, explain, facts, memory, plan, plugins, quality, replay, runs, serve
 from twinfer.cli.session import Session
+from twinfer.cli.show import NO
 from twinfer.cli.usage import UsageError, check_options, message_of
 
 _WORDS = "twinfer.words"
@@ -70,14 +72,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     help="""An LLM inference engine and its digital twin: run a model for real, predict the same run, compare.
 
-    [bold]Examples[/bold]
-
-    twinfer demo
-    twinfer memory --model llama-2-70b --context 8192
-    twinfer simulate --model llama-3.1-8b --device h100-sxm --requests 1000 --rate 10
-    twinfer run --model smollm2-135m --requests 8 --input-len 64 --output-len 32
-    twinfer compare --model smollm2-135m --requests 8 --input-len 64 --output-len 32
-    """.replace("\n    twinfer", "\n\n    twinfer"),
+    [bold]where to begin?[/bold] twinfer demo
+    [bold]what runs here, and how fast?[/bold] twinfer run --model smollm2-135m --requests 8 --input-len 64 --output-len 32
+    [bold]how far off is its prediction?[/bold] twinfer compare --model smollm2-135m --requests 8
+    [bold]and why?[/bold] twinfer replay latest
+    [bold]does a model fit a device?[/bold] twinfer memory --model llama-3.1-70b --device h100-sxm --tp 4
+    [bold]how fast would it be there?[/bold] twinfer simulate --model llama-3.1-8b --device h100-sxm --rate 10
+    [bold]where does the time of a step go?[/bold] twinfer explain --model llama-3.1-8b --device h100-sxm --decode 32x2048
+    [bold]which is the cheapest fleet?[/bold] twinfer plan --model llama-3.1-8b --rate 5 --slo 'ttft.p95<=1'
+    [bold]what is there to choose from?[/bold] twinfer models, twinfer devices, twinfer plugins
+    [bold]all of it in a browser?[/bold] twinfer dashboard
+    """.replace("\n    ", "\n\n    "),
     epilog="Plugins can add commands: `twinfer plugins` lists them. Each command explains itself: `twinfer run --help`. "
     "Exit codes: 0 done, 1 a check failed, 2 a mistake in what was asked, 3 answered, and the answer is no, 130 stopped.",
 )
@@ -142,7 +147,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from twinfer.core.errors import TwinferError
+        from twinfer.core.errors import DoesNotFit, TwinferError
 
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # no file can have it, whoever asked
             name = str(error.filename)
@@ -153,13 +158,13 @@ def main(args: Sequence[str] | None = None) -> int:
             return _fail(f"{where}='{name[:80]}...': is too long for the name of a file; check the path")
         if not isinstance(error, TwinferError):
             raise
-        return _fail(str(error))
+        return _fail(str(error), NO if isinstance(error, DoesNotFit) else 2)
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 2
+    return code
 
 
 def _global_first(args: list[str]) -> list[str]:

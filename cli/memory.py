@@ -177,7 +177,7 @@ def memory_answer(
     from twinfer.core.config import Choice, parse_choice
     from twinfer.core.device import all_devices, load_device
     from twinfer.core.dtypes import canonical_dtype
-    from twinfer.core.errors import ConfigError, figure
+    from twinfer.core.errors import ConfigError, DoesNotFit, figure
     from twinfer.core.layout import SIZES
     from twinfer.core.memory import rank_equations, trials
     from twinfer.core.memory_parts import Room, fullest, ranks_of
@@ -255,9 +255,7 @@ def memory_answer(
                    "ranks": [_rank_answer(r, paging.block_size) for r in ranks]}  # fmt: skip
         try:
             budget = placed.budget(expected_lengths=lengths, others=lambda: all_devices(registry))
-        except ConfigError as error:
-            if error.option not in ("--model", "--max-model-len"):
-                raise
+        except DoesNotFit as error:
             answer |= {"fits": False, "problem": f"{error.problem}; {error.fix}"}
             answer["fixes"] = [
                 {"change": fix.change, "effect": fix.effect, "fits": fix.fits, "spare_bytes": fix.spare}

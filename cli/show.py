@@ -138,7 +138,7 @@ def new_table(caption: str, *columns: str) -> Table:
 
     table = Table(title=caption, box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for position, column in enumerate(columns):
-        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0)
+        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0, overflow="fold")
     return table
 
 

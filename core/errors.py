@@ -1,7 +1,8 @@
 """Typed errors: each names the option, the value it was given and what would work.
 
 Invariants
-* Everything a user can cause is a `TwinferError`; the CLI prints its one line and exits with 2.
+* Everything a user can cause is a `TwinferError`; the CLI prints its one line and exits with 2, or 3 where it answers
+  the question with no (`DoesNotFit`).
 * `ProtocolError` is for drivers that break the event contract of `Core`, never for user input.
 """
 
@@ -32,6 +33,10 @@ class ConfigError(TwinferError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.option, self.value, self.problem, self.fix))
+
+
+class DoesNotFit(ConfigError):
+    """All options are well formed, but the memory of the device is too small for them."""
 
 
 def short(value: object) -> str:

@@ -73,7 +73,7 @@ def in_words(metrics: Mapping[str, Any], most: int) -> dict[str, str]:
         found["pays"] = (
             "at no batch"
             if not batch
-            else f"at a batch of {most}, the largest here"
+            else f"at every batch up to {most} (--max-num-seqs)"
             if batch >= most
             else f"up to a batch of {batch}"
         )

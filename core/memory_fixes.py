@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from twinfer.core.cache_groups import Paging, one_group
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import dtype_bits
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, DoesNotFit
 from twinfer.core.memory_parts import RankMemory, Room, fullest, gib, heaviest_rank, ranks_of
 from twinfer.core.spec import ModelSpec
 
@@ -128,7 +128,10 @@ class _Change:
 
 
 def does_not_fit(q: Question, rank: RankMemory, slots: int) -> ConfigError:
-    """The error for a pool of `slots` tokens on `rank` that cannot hold one request, with what would help."""
+    """The error for a pool of `slots` tokens on `rank` that cannot hold one request, with what would help.
+
+    `DoesNotFit`, or a plain ConfigError where the size of the pool was given, too small.
+    """
     config, wanted = q.config, q.wanted
     pages = q.paging.pages(wanted)
     size = pages * q.paging.block_size * rank.per_slot
@@ -153,7 +156,7 @@ def does_not_fit(q: Question, rank: RankMemory, slots: int) -> ConfigError:
     )
     option, value = ("--max-model-len", wanted) if config.max_model_len else ("--model", q.spec.name)
     problem = f"{request}, {gib(max(0.0, rank.left))} is left for KV ({taken})"
-    return ConfigError(
+    return DoesNotFit(
         option, value, problem,
         "try " + ", or ".join(map(str, fixes)) if fixes else "no single change makes it fit; use a device with more memory",
     )  # fmt: skip

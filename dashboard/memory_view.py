@@ -16,7 +16,7 @@ from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import all_devices, load_device
 from twinfer.core.dtypes import dtype_bits
-from twinfer.core.errors import ConfigError, TwinferError
+from twinfer.core.errors import DoesNotFit, TwinferError
 from twinfer.core.memory import Fix, MemoryBudget, rank_equations, trials
 from twinfer.core.memory_fixes import suggestions
 from twinfer.core.memory_parts import RankMemory, fullest
@@ -106,9 +106,7 @@ def memory_view(scenario: Scenario, registry: Registry) -> MemoryView:
     budget, problem, fixes = None, "", []
     try:
         budget = placed.budget(max_request_tokens=longest, expected_lengths=lengths)
-    except ConfigError as error:
-        if error.option not in ("--model", "--max-model-len"):
-            raise
+    except DoesNotFit as error:
         problem = f"{error.problem}."
         fixes = trials(question)
     return MemoryView(

@@ -165,7 +165,7 @@ def _guesses(mine: Prediction) -> None:
     with st.container(border=True, key="guesses"):
         st.subheader("Guessed tokens, predicted", anchor=False)
         words = in_words(guesses, session.scenario().max_num_seqs)
-        parts.rows([{"of guesses": what, "here": text} for what, text in words.items()])
+        parts.rows([{"of guesses": what, "here": in_controls(text)} for what, text in words.items()])
         st.caption(
             "How many are right follows from the acceptance given in the options of the speculator: an assumption, or a measurement."
         )

@@ -75,6 +75,8 @@ def test_what_does_not_fit_says_what_would(cli: Callable) -> None:
     assert answer["fits"] is False and "--tp 2" in answer["problem"]
     told = cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm")
     assert "does not fit" in told.out and told.code == 3
+    asked = cli("simulate", "--model", "llama-3.1-70b", "--device", "h100-sxm")
+    assert asked.code == 3 and asked.err.startswith("error: ") and "--tp 2" in asked.err
     many = cli("memory", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--batch", "100000", "--json").json_with(3)
     assert many["fits"] is False and "--batch" in many["problem"]
 
@@ -126,7 +128,7 @@ def test_models_lists_the_shipped_specs(cli: Callable) -> None:
     one = cli("models", "llama-3.1-8b", "--json").json
     assert one == rows["llama-3.1-8b"] and one["kv_bytes_per_token"] == 131_072
     table = cli("models").out
-    assert "llama-3.1-8b" in table and "128 KiB" in table
+    assert "llama-3.1-8b" in table and "128 KiB" in table and "1,026 B" in table and "e+" not in table
     cli("models", "llama-9").is_error("llama-9")
 
 

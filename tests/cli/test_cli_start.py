@@ -176,4 +176,10 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback() -> None:
         "sys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_help_says_which_command_answers_which_question(cli: Callable) -> None:
+    shown = cli("--help").out
+    for command in ("demo", "run", "compare", "replay", "memory", "simulate", "explain", "plan", "models", "dashboard"):
+        assert f"? twinfer {command}" in shown, command

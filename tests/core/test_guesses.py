@@ -39,5 +39,9 @@ def test_words() -> None:
     assert words["guessed tokens"] == "1,000 checked, 600 right (60.0%), 400 wasted"
     assert words["right at position 1, 2, ..."] == "80.0%, 60.0%"
     assert "pays" not in words
-    for batch, said in ((0, "at no batch"), (20, "up to a batch of 20"), (64, "at a batch of 64, the largest here")):
+    for batch, said in (
+        (0, "at no batch"),
+        (20, "up to a batch of 20"),
+        (64, "at every batch up to 64 (--max-num-seqs)"),
+    ):
         assert in_words({**found, "break_even_batch": batch}, 64)["pays"] == said
