@@ -66,6 +66,8 @@ def list_plugins(
 
 def describe(item: Any) -> dict[str, Any]:
     """A registered technique as JSON data."""
+    from twinfer.core.errors import PluginError
+    from twinfer.core.guard import reasons_against
     from twinfer.core.technique import Needs
 
     options = []
@@ -74,7 +76,10 @@ def describe(item: Any) -> dict[str, Any]:
         options.append(
             {"name": name, "type": str(field.annotation), "default": default, "description": field.description}
         )
-    reasons = list(item.cls.why_not(Needs()))
+    try:
+        reasons = reasons_against(item.kind, item.cls, Needs())
+    except PluginError as error:
+        reasons = [str(error)]
     return {
         "name": item.name, "kind": item.kind, "plugin": item.plugin, "version": item.version, "source": item.source,
         "builtin": item.builtin, "summary": item.cls.summary, "reference": getattr(item.cls, "reference", ""),

@@ -28,7 +28,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from twinfer.core.beam import BeamGroup, beam_answered, end_beams, give_way
-from twinfer.core.errors import PluginError, ProtocolError
+from twinfer.core.errors import ProtocolError
 from twinfer.core.events import (
     Abort,
     Blocked,
@@ -44,6 +44,7 @@ from twinfer.core.events import (
     TransferDone,
     TransferFailed,
 )
+from twinfer.core.guard import FAULTS, fault
 from twinfer.core.intake import Queue, WaitingEntry, why_refused
 from twinfer.core.ledger import Ledger
 from twinfer.core.plan import Decoding, Fork, Need, PlanStats, Row, RowResult, StepPlan, StepResult
@@ -315,9 +316,8 @@ class Core:
         try:
             seq.order = self.scheduler.order(seq)
             insort(self.waiting, (seq.order, seq.number, seq))
-        except Exception as error:  # raised by the policy, or keys that cannot be compared
-            name = getattr(self.scheduler, "name", type(self.scheduler).__name__)
-            raise PluginError(f"scheduler {name!r} failed in order: {type(error).__name__}: {error}") from error
+        except FAULTS as error:  # raised by the policy, or keys that cannot be compared
+            raise fault("scheduler", self.scheduler, "order", error) from error
 
     def unqueue(self, seq: Sequence) -> None:
         index = bisect_left(self.waiting, (seq.order, seq.number))
@@ -403,10 +403,10 @@ class Core:
             self._stale = False
 
     def view(self, now: float, closed: Callable[[], bool], running: Seq[Sequence] | None = None) -> View:
-        """What a scheduler may look at; `running` instead of all that run."""
+        """What a scheduler may look at, and cannot change; `running` instead of all that run."""
         return View(
-            now, self.limits, self.ledger.block_size, self.running if running is None else running, Queue(self.waiting, closed), len(self.waiting),
-            self.ledger.pool.available,
+            now, self.limits, self.ledger.block_size, tuple(self.running if running is None else running),
+            Queue(self.waiting, closed), len(self.waiting), self.ledger.pool.available,
         )  # fmt: skip
 
     def stats(self, unseen: int = 0, waiting: int | None = None) -> PlanStats:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from twinfer.core.events import Blocked, Idle, StepDone
 from twinfer.core.flock_members import Entry, Key, Member, Members, Order
+from twinfer.core.guard import Blaming, unusable
 from twinfer.core.plan import Decoding, Need, PlanStats, Row, RowResult, StepPlan, StepResult
 from twinfer.core.planner import Planner
 from twinfer.core.policy import Scheduler, Steady
@@ -181,7 +182,10 @@ class Flock:
             self.young = list(core.running)
             if not any(self._decodes(seq) for seq in self.young):
                 return False
-            self._steady = core.scheduler.steady(core.view(now, lambda: False))  # type: ignore[attr-defined]
+            with Blaming("scheduler", core.scheduler, "steady"):
+                self._steady = core.scheduler.steady(core.view(now, lambda: False))  # type: ignore[attr-defined]
+            if not isinstance(self._steady, Steady | None):
+                raise unusable("scheduler", core.scheduler, "steady", self._steady, "a Steady, or None")
             if self._steady is None or (self._steady.closed and not all(map(self._decodes, self.young))):
                 return False
         elif self.young:
@@ -222,7 +226,10 @@ class Flock:
 
     def _key(self, seq: Sequence) -> Key:
         rank = self._steady.rank if self._steady is not None else None
-        return (() if rank is None else rank(seq), seq.admission)
+        if rank is None:
+            return (), seq.admission
+        with Blaming("scheduler", self.core.scheduler, "the rank of steady"):
+            return tuple(rank(seq)), seq.admission
 
     def _has_room(self) -> bool:
         """Whether all rows fit into the next step, without a preemption and without a row cut short that is not last."""

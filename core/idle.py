@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from twinfer.core.errors import PluginError
+from twinfer.core.guard import FAULTS, Blaming, raised
 from twinfer.core.policy import IdleOrder, KVCache
 
 
@@ -135,15 +136,15 @@ class CheckedOrder:
     def _call(self, name: str, *given: int) -> Any:
         try:
             return getattr(self._order, name)(*given)
-        except Exception as error:
+        except FAULTS as error:
             raise self._broken(
-                f"{name}({', '.join(map(str, given))}) failed with {len(self._given)} idle blocks "
-                f"({type(error).__name__}: {error})"
+                f"{name}({', '.join(map(str, given))}) failed with {len(self._given)} idle blocks ({raised(error)})"
             ) from error
 
     def _look(self, name: str, block: int) -> None:
         """After `name` of `block`: it holds what it was given, neither less nor more."""
-        held, inside = len(self._order), block in self._order
+        held = self._call("__len__")
+        inside = bool(self._call("__contains__", block))
         if held != len(self._given):
             raise self._broken(f"holds {held} blocks after {name} of block {block}, and was given {len(self._given)}")
         if inside != (block in self._given):
@@ -158,7 +159,8 @@ class CheckedOrder:
 
 def order_of(cache: KVCache) -> LRU | CheckedOrder:
     """The order of a new pool of `cache`."""
-    order = cache.idle_order()
+    with Blaming("kv_cache", cache, "idle_order"):
+        order = cache.idle_order()
     return order if type(order) is LRU else CheckedOrder(order, getattr(cache, "name", type(cache).__name__))
 
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from twinfer.core.blocks import BlockPool, Chain
+from twinfer.core.guard import block_size_of, whole
 from twinfer.core.idle import order_of
 from twinfer.core.plan import HOLE, Copy, Grant
 from twinfer.core.policy import KVCache, Limits
@@ -75,7 +76,7 @@ class Ledger:
         self.namespace = namespace
         self.windows = tuple(windows)
         self.sliding = tuple((group, window) for group, window in enumerate(windows) if window is not None)
-        self.block_size = cache.block_size(limits)
+        self.block_size = block_size_of(cache, limits)
         self.pool = BlockPool(limits.num_blocks, self.block_size, order_of(cache))
         self.tables: dict[str, Table] = {}
         self.chained = False
@@ -86,7 +87,8 @@ class Ledger:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Entries of one group's table that back `num_tokens` tokens under the cache's reservation rule."""
-        return -(-self.cache.reserve(num_tokens, self.limits) // self.block_size)
+        least = min(num_tokens, self.limits.max_model_len)  # more is asked about, but never stored
+        return -(-whole("kv_cache", self.cache, "reserve", least, num_tokens, self.limits) // self.block_size)
 
     def low(self, window: int | None, position: int) -> int:
         """The first table entry that a row starting at `position` reads."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from twinfer.core.guard import FAULTS, raised
+
 if TYPE_CHECKING:
     from twinfer.core.events import Event, Output
     from twinfer.core.plan import StepPlan, StepResult
@@ -41,8 +43,8 @@ class Observers:
                 continue
             try:
                 impl.function(*[facts[name] for name in impl.argnames])
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
+            except FAULTS as error:
+                why = raised(error)
                 self.dropped[impl.plugin_name] = why
                 warnings.warn(
                     f"plugin {impl.plugin_name!r} failed in {hook.name} and is not told any more: {why}",

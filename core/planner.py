@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from twinfer.core.admission import way_in
-from twinfer.core.errors import PluginError
+from twinfer.core.guard import FAULTS, fault, unusable, whole
 from twinfer.core.plan import HOLE, Copy, FromStep, Grant, Move, Need, Row, Swap, Token
 from twinfer.core.policy import Defer, Shortage, View, Want
 from twinfer.core.request import Sequence, Status
@@ -80,6 +80,8 @@ class Planner:
                 if self.budget <= 0 or len(rows) >= max_rows:
                     break
                 seq, num_tokens, partial = want
+                if type(num_tokens) is not int or type(seq) is not Sequence:
+                    self._refuse_odd(want)
                 if sequences.get(seq.id) is not seq or num_tokens < 1:  # ended, never of this core, or nothing asked
                     continue
                 if seq.status is _RUNNING:
@@ -89,9 +91,16 @@ class Planner:
             self._view = None  # it leads back here: a cycle for the collector of garbage in every step
         self._settle()
 
+    def _refuse_odd(self, want: Want) -> None:
+        if not (isinstance(want.num_tokens, int) and isinstance(want.seq, Sequence)):
+            raise unusable(
+                "scheduler", self.core.scheduler, "propose", want, "a Want of a Sequence of the view and a whole number"
+            )
+
     def _not_a_want(self, proposed: object) -> None:
-        if not isinstance(proposed, Defer):
-            raise PluginError(f"scheduler proposed {proposed!r}; propose Want(sequence, num_tokens) or Defer(until)")
+        if not isinstance(proposed, Defer) or not isinstance(proposed.until, int | float):
+            wanted = "Want(sequence, num_tokens) or Defer(until) with a time in s"
+            raise unusable("scheduler", self.core.scheduler, "propose", proposed, wanted)
         if proposed.until > self.now:
             self.defer = proposed.until if self.defer is None else min(self.defer, proposed.until)
 
@@ -198,7 +207,7 @@ class Planner:
         view, shortage = self._view, Shortage(seq, lacking)
         for victim in self._ask("victims", lambda: self.core.scheduler.victims(view, shortage)):
             if not isinstance(victim, Sequence):
-                raise PluginError(f"scheduler named {victim!r} as a victim; name a Sequence of the view")
+                raise unusable("scheduler", self.core.scheduler, "victims", victim, "a Sequence of the view")
             if self.core.sequences.get(victim.id) is not victim:
                 continue
             if victim.status is not _RUNNING or victim.inflight:
@@ -246,7 +255,7 @@ class Planner:
         way = way_in(core, seq, self.swap_ins, others)
         if way is None:
             return
-        spare = self._claims() + (ledger.cache.headroom(core.limits) if others else 0)
+        spare = self._claims() + (whole("kv_cache", ledger.cache, "headroom", 0, core.limits) if others else 0)
         if way.need > way.room - spare:
             self._close(seq, way.num_hits)
             self._refuse(seq, self._memory_reason(seq, way.need))
@@ -344,12 +353,8 @@ class Planner:
             yield from islice(answers, 4 * len(self.core.sequences) + 64)
             for _ in answers:
                 raise RuntimeError("it answers without end; name each sequence once")
-        except Exception as error:
-            raise self._plugin_error(method, error) from error
-
-    def _plugin_error(self, method: str, error: Exception) -> PluginError:
-        name = getattr(self.core.scheduler, "name", type(self.core.scheduler).__name__)
-        return PluginError(f"scheduler {name!r} failed in {method}: {type(error).__name__}: {error}")
+        except FAULTS as error:
+            raise fault("scheduler", self.core.scheduler, method, error) from error
 
     def _settle(self) -> None:
         core = self.core

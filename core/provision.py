@@ -16,6 +16,7 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
+from twinfer.core.guard import block_size_of
 from twinfer.core.memory import MemoryBudget, Others, budget_on, question_on
 from twinfer.core.memory_fixes import Question
 from twinfer.core.memory_parts import heaviest_rank
@@ -111,7 +112,7 @@ def place(
     return Placement(
         config=config, checkpoint=spec, model=model, device=device.placed(heaviest_rank(model, config.layout)), needs=needs,
         registry=registry,
-        block_size=kv_cache.block_size(limits), groups=groups_of(model, kv_cache),
+        block_size=block_size_of(kv_cache, limits), groups=groups_of(model, kv_cache),
     )  # fmt: skip
 
 

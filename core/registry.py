@@ -30,9 +30,10 @@ from pydantic import BaseModel, ValidationError
 from twinfer.core import hookspecs
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError
+from twinfer.core.guard import FAULTS, Blaming, raised
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.observers import Observers
-from twinfer.core.technique import KINDS
+from twinfer.core.technique import KINDS, Technique
 
 GROUP = "twinfer"
 OPTION_OF_KIND = {kind: "--" + kind.replace("_", "-") for kind in KINDS} | {"quantizer": "--quant"}
@@ -91,9 +92,9 @@ class Registry:
     def _load_named(self, module_name: str) -> None:
         try:
             module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:  # a script that is no plugin may end itself
+        except FAULTS as error:  # a script that is no plugin may end itself
             raise PluginError(
-                f"-p {module_name}: cannot be imported ({type(error).__name__}: {_one_line(error)}); "
+                f"-p {module_name}: cannot be imported ({raised(error)}); "
                 "run from its folder, install it, or give --plugins-dir FOLDER"
             ) from error
         self._load(module, module_name, getattr(module, "__version__", ""), f"module {module_name}")
@@ -115,11 +116,9 @@ class Registry:
             sys.modules[name] = module  # dataclasses and pydantic look their module up
             try:
                 spec.loader.exec_module(module)
-            except (Exception, SystemExit) as error:
+            except FAULTS as error:
                 del sys.modules[name]
-                raise PluginError(
-                    f"--plugins-dir {folder}: {path.name} fails to load ({type(error).__name__}: {_one_line(error)})"
-                ) from error
+                raise PluginError(f"--plugins-dir {folder}: {path.name} fails to load ({raised(error)})") from error
             self._load(module, path.stem, getattr(module, "__version__", ""), str(path))
 
     def _load_entry_points(self) -> None:
@@ -127,8 +126,8 @@ class Registry:
             version = ep.dist.version if ep.dist is not None else ""
             try:
                 self._load(ep.load(), ep.name, version, f"entry point {ep.value}")
-            except (Exception, SystemExit) as error:  # an installed plugin must not take the tool down with it
-                self.broken[ep.name] = f"{type(error).__name__}: {_one_line(error)}"
+            except FAULTS as error:  # an installed plugin must not take the tool down with it
+                self.broken[ep.name] = raised(error)
 
     def _load(self, plugin: ModuleType | object, name: str, version: str, source: str) -> None:
         found: list[Registered] = []
@@ -150,11 +149,11 @@ class Registry:
                 for impl in getattr(self._pm.hook, hook_name).get_hookimpls():
                     if impl.plugin is plugin:
                         impl.function(register_kind(kind))
-        except Exception as error:
+        except FAULTS as error:
             self._pm.unregister(name=name)
             if isinstance(error, PluginError):
                 raise
-            raise PluginError(f"plugin {name!r} ({source}): {_one_line(error)}") from error
+            raise PluginError(f"plugin {name!r} ({source}): {raised(error)}") from error
         for item in found:
             names = self._found[item.kind]
             key = item.name if item.name not in names else f"{name}/{item.name}"
@@ -188,7 +187,9 @@ class Registry:
     def build(self, kind: str, choice: Choice) -> Any:
         """An instance with its options validated by the technique's own `Options` model."""
         cls = self.get(kind, choice.name)
-        return cls(validate_options(OPTION_OF_KIND[kind], choice, cls.Options))
+        options = validate_options(OPTION_OF_KIND[kind], choice, cls.Options)
+        with Blaming(kind, cls, "__init__"):
+            return cls(options)
 
 
 def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> BaseModel:
@@ -209,11 +210,6 @@ def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> Bas
         ) from None
 
 
-def _one_line(error: BaseException) -> str:
-    """Text of an error that others wrote, perhaps over several lines."""
-    return " ".join(str(error).split())
-
-
 def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:
     missing = [a for a in ("name", "summary", "Options", "why_not") if not hasattr(cls, a)]
     if missing:
@@ -223,6 +219,12 @@ def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:
         )
     if not (isinstance(cls.name, str) and cls.name and not set(cls.name) & set(" :,/=")):
         raise PluginError(f"plugin {plugin!r}: {kind} name {cls.name!r} must be a word without ' :,/='")
+    for method in ("adapt_model", "adapt_ops") if kind not in ("attention", "quantizer") else ():
+        if getattr(cls, method, None) not in (None, getattr(Technique, method)):
+            raise PluginError(
+                f"plugin {plugin!r}: {kind} {cls.name}: {method} is asked of attention variants and quantizers alone; "
+                "register one of those, or leave it out"
+            )
     if not (isinstance(cls.Options, type) and issubclass(cls.Options, BaseModel)):
         raise PluginError(f"plugin {plugin!r}: {kind} {cls.name}: Options must be a pydantic model")
 

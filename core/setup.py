@@ -16,9 +16,10 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
+from twinfer.core.guard import adapted_model, block_size_of, reasons_against
 from twinfer.core.memory_parts import largest_kv, refuse_indivisible
 from twinfer.core.policy import KVCache, Limits, Scheduler
-from twinfer.core.registry import Registry
+from twinfer.core.registry import OPTION_OF_KIND, Registry
 from twinfer.core.spec import ModelSpec
 from twinfer.core.speculation import Speculator
 from twinfer.core.technique import Needs, Technique
@@ -97,16 +98,17 @@ def adapt_model(
         if choice is None:
             continue
         technique = registry.build(kind, choice)
-        reasons = technique.why_not(replace(needs, model=model))
+        reasons = reasons_against(kind, technique, replace(needs, model=model))
         if reasons:
-            served = [d for d in _ACTIVATIONS if not technique.why_not(replace(needs, model=model, dtype=d))]
+            asked = {d: replace(needs, model=model, dtype=d) for d in _ACTIVATIONS}
+            served = [dtype for dtype, other in asked.items() if not reasons_against(kind, technique, other)]
             if kind == "attention" and served and needs.dtype not in served:
                 raise ConfigError("--dtype", needs.dtype, "; ".join(reasons), f"use {' or '.join(served)}")
             raise ConfigError(
                 "--" + ("quant" if kind == "quantizer" else kind), str(choice), "; ".join(reasons),
                 "choose another or leave it out",
             )  # fmt: skip
-        model = technique.adapt_model(model)
+        model = adapted_model(kind, technique, model)
         if config.kv_dtype != "auto" and model.kv_dtype != changes["kv_dtype"]:
             raise ConfigError(
                 "--kv-dtype", config.kv_dtype, f"--quant {choice} stores KV in {model.kv_dtype}", "give one of them"
@@ -120,7 +122,7 @@ def speculator_of(config: EngineConfig, model: ModelSpec, registry: Registry, ne
     if config.speculator is None:
         return None
     speculator: Speculator = registry.build("speculator", config.speculator)
-    reasons = speculator.why_not(replace(needs, model=model))
+    reasons = reasons_against("speculator", speculator, replace(needs, model=model))
     layout = config.layout
     if layout.devices > layout.tp:
         reasons.append(f"drafting is modelled over tensor-parallel ranks only, not {layout.flags}")
@@ -173,10 +175,10 @@ def resolve(
     reasons = _conversion(spec, model, techniques)
     scheduler = registry.build("scheduler", config.scheduler)
     kv_cache = registry.build("kv_cache", config.kv_cache)
-    for option, technique in (("--scheduler", scheduler), ("--kv-cache", kv_cache)):
-        why = technique.why_not(replace(needs, model=model))
+    for kind, technique in (("scheduler", scheduler), ("kv_cache", kv_cache)):
+        why = reasons_against(kind, technique, replace(needs, model=model))
         if why:
-            raise ConfigError(option, technique.name, "; ".join(why), "choose another")
+            raise ConfigError(OPTION_OF_KIND[kind], technique.name, "; ".join(why), "choose another")
     speculator = speculator_of(config, model, registry, needs)
     if speculator is not None:
         reasons["speculator"] = (
@@ -203,7 +205,7 @@ def resolve(
         max_outstanding=config.max_outstanding + config.pp - 1,
         num_stages=config.pp,
     )
-    block_size = kv_cache.block_size(limits)
+    block_size = block_size_of(kv_cache, limits)
     groups = groups_of(model, kv_cache)
     per_token, per_slot = largest_kv(model, config.layout, groups)
     per_block = block_size * per_slot

@@ -18,6 +18,7 @@ from typing import Any
 
 import streamlit as st
 
+from twinfer.core.guard import FAULTS
 from twinfer.core.registry import Registry
 from twinfer.dashboard import session
 from twinfer.dashboard.explain import explain
@@ -61,7 +62,7 @@ def _renderer(path: str, cls: type[Any], shared: Resources) -> Callable[[], None
         session.publish()
         try:
             cls().render(shared)
-        except Exception as error:  # a broken page must not take the dashboard down
+        except FAULTS as error:  # a broken page must not take the dashboard down
             logging.getLogger("twinfer.dashboard").exception("page %s", path)
             st.error(f"This page could not be drawn: {explain(error)}")
         session.publish()

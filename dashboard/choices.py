@@ -9,6 +9,7 @@ import streamlit as st
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import TwinferError
+from twinfer.core.guard import reasons_against
 from twinfer.core.technique import Needs
 from twinfer.dashboard import parts, session
 from twinfer.dashboard.explain import KIND_WORDS, explain, in_controls
@@ -44,10 +45,10 @@ def technique(resources: Resources, kind: str, optional: bool = False) -> None:
         st.error(parts.plain(explain(error)))
         return
     st.caption(parts.plain(cls.summary))
-    for reason in _why_not(cls, session.scenario()):
+    for reason in _why_not(kind, cls, session.scenario()):
         st.warning(parts.plain(reason))
     if kind == "speculator":  # others say so when they are run
-        for reason in _why_not(cls, session.scenario(), "engine"):
+        for reason in _why_not(kind, cls, session.scenario(), "engine"):
             st.caption(f"Predicted only: {parts.plain(reason)}.")
     if cls.Options.model_fields:
 
@@ -72,12 +73,12 @@ def unused(resources: Resources, kinds: Sequence[str]) -> None:
             )
 
 
-def _why_not(cls: type[Any], scenario: Scenario, world: str = "simulator") -> list[str]:
+def _why_not(kind: str, cls: type[Any], scenario: Scenario, world: str = "simulator") -> list[str]:
     try:
         from twinfer.core.catalog import resolve_spec
 
         needs = Needs(world=world, device=scenario.device, model=resolve_spec(scenario.model))
-        return [in_controls(reason) for reason in cls.why_not(needs)]
+        return [in_controls(reason) for reason in reasons_against(kind, cls, needs)]
     except TwinferError:  # the model's own error is shown with the results
         return []
 

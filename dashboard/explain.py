@@ -22,7 +22,7 @@ KIND_WORDS = {
 """Controls of techniques."""
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """One line for people: typed errors and validation errors name what to change, others say they are ours."""
     if isinstance(error, ValidationError):
         wrong = first_mistake(error)

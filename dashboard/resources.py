@@ -22,6 +22,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from twinfer.core.errors import TwinferError
+from twinfer.core.guard import reasons_against
 from twinfer.core.layout import SIZES
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
@@ -157,9 +158,9 @@ class Resources:
         if scenario.speculator is not None:
             try:
                 cls = self.registry.get("speculator", scenario.speculator.name)
+                reasons = reasons_against("speculator", cls, Needs(world="engine"))
             except TwinferError as error:
                 return explain(error)
-            reasons = cls.why_not(Needs(world="engine"))
             if reasons:
                 return in_controls("; ".join(reasons))
         if scenario.images_per_request:

@@ -16,6 +16,7 @@ from math import fsum
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.guard import adapted_ops
 from twinfer.core.images import cut_of
 from twinfer.core.provision import place
 from twinfer.core.registry import Registry
@@ -89,10 +90,7 @@ def roofline_view(scenario: Scenario, registry: Registry, batch: int) -> Rooflin
     layout = config.layout
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
-        ops: Sequence[Op] = step_ops(model, shape, layout)
-        for technique in techniques:
-            ops = technique.adapt_ops(ops, model, shape)
-        return ops
+        return adapted_ops(techniques, step_ops(model, shape, layout), model, shape)
 
     chain = build_chain(config.op_time, device, registry)
     images = images_of(scenario, spec)

@@ -21,6 +21,7 @@ from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import DeviceSpec, calibrated_path, load_device, read_device, write_device
 from twinfer.core.errors import ConfigError
+from twinfer.core.guard import adapted_ops
 from twinfer.core.measured import Measured
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.setup import adapt_model
@@ -116,10 +117,7 @@ def adapted(config: EngineConfig, registry: Registry, device: str = "cpu") -> tu
     model, techniques = adapt_model(config, plain, registry, Needs(world="engine", device=device, dtype=dtype))
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
-        ops: Sequence[Op] = step_ops(model, shape)
-        for technique in techniques:
-            ops = technique.adapt_ops(ops, model, shape)
-        return ops
+        return adapted_ops(techniques, step_ops(model, shape), model, shape)
 
     return model, ops_of
 

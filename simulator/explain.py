@@ -7,12 +7,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.guard import adapted_ops
 from twinfer.core.memory_parts import heaviest_rank, refuse_indivisible
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.setup import adapt_model
@@ -48,9 +48,7 @@ def explain(
     model, techniques = adapt_model(config, spec, registry, needs)
     refuse_indivisible(model, config.layout)
     device = device.placed(heaviest_rank(model, config.layout))
-    ops: Sequence[Op] = step_ops(model, shape, config.layout)
-    for technique in techniques:
-        ops = technique.adapt_ops(ops, model, shape)
+    ops = adapted_ops(techniques, step_ops(model, shape, config.layout), model, shape)
     chain = build_chain(config.op_time, device, registry)
     lines = []
     for op in (*ops, host_op(shape)):

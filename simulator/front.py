@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
 
-from twinfer.core.errors import PluginError
 from twinfer.core.fleet import Pool
+from twinfer.core.guard import Blaming, unusable
 from twinfer.core.request import KVSource, Request
 from twinfer.simulator.prefix_index import PrefixIndex
 from twinfer.simulator.replica import Replica
@@ -108,7 +108,8 @@ class Front:
         self.replicas: list[Replica] = []
         self.serving: list[Replica] = []  # take new requests, by index
         self.parked: list[Job] = []
-        block = int(getattr(router, "prefix_block", 0))
+        with Blaming("router", router, "prefix_block"):
+            block = int(getattr(router, "prefix_block", 0))
         self.history = PrefixIndex(block) if block else None
 
     def open(self, replica: Replica) -> None:
@@ -125,16 +126,14 @@ class Front:
 
     def pick(self, request: Request) -> Replica:
         """The replica that the router names for `request`."""
-        name = getattr(self.router, "name", type(self.router).__name__)
-        try:
-            index = self.router.pick(request, self.serving)
-        except Exception as error:
-            raise PluginError(f"router {name!r} failed in pick: {type(error).__name__}: {error}") from error
-        for replica in self.serving:
-            if replica.index == index:
-                return replica
-        raise PluginError(
-            f"router {name!r} picked {index!r}; pick the index of one of the views: {[r.index for r in self.serving]}"
+        views = tuple(self.serving)
+        with Blaming("router", self.router, "pick"):
+            index = self.router.pick(request, views)
+            for replica in views:
+                if replica.index == index:
+                    return replica
+        raise unusable(
+            "router", self.router, "pick", index, f"the index of one of the views: {[r.index for r in views]}"
         )
 
     def sent(self, replica: Replica, request: Request) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
+from twinfer.core.guard import Blaming, unusable
 from twinfer.core.op_time import OpTime, OpTimeModel, host_op
 from twinfer.core.work import Op
 from twinfer.plugins.op_time.calibrated import calibration_of
@@ -32,7 +34,7 @@ class OpTimeChain:
 
     def __init__(self, models: Sequence[OpTimeModel], device: DeviceSpec, model: ModelSpec | None = None) -> None:
         """model: whose ops these are, as its techniques leave it; op-time models may have tables of its format."""
-        self.models = tuple(m.for_model(model) if model and hasattr(m, "for_model") else m for m in models)
+        self.models = tuple(_with_tables_of(model, m) if model else m for m in models)
         self.device = device
         calibration = calibration_of(device)
         self._correction = calibration.correction(model) if calibration is not None else None
@@ -52,9 +54,9 @@ class OpTimeChain:
         if op.beside is not None:
             return _longer(self.ask(replace(op, beside=None)), self.ask(op.beside), op)
         for model in self.models:
-            answer = model.time(op, self.device)
+            answer = self._answer(model, op)
             if answer is not None:
-                if not (answer.seconds >= 0 and answer.sigma >= 0):  # also catches nan
+                if not (0 <= answer.seconds < inf and 0 <= answer.sigma < inf):  # also catches nan
                     raise ConfigError(
                         "--op-time", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
                         "report this to the author of the op-time model",
@@ -65,6 +67,13 @@ class OpTimeChain:
             "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",
             "add roofline, or give the device file the missing numbers",
         )  # fmt: skip
+
+    def _answer(self, model: OpTimeModel, op: Op) -> OpTime | None:
+        with Blaming("op_time_model", model, "time"):
+            answer = model.time(op, self.device)
+        if not isinstance(answer, OpTime | None):
+            raise unusable("op_time_model", model, "time", answer, "an OpTime, or None where it cannot say")
+        return answer
 
     def _corrected(self, op: Op, answer: OpTime) -> OpTime:
         """`answer` as real runs of this format have corrected it (`twinfer calibrate --from`)."""
@@ -81,7 +90,7 @@ class OpTimeChain:
         """One line per model: its answer, or that it passed; the first answer is the one used."""
         lines = []
         for model in self.models:
-            answer = model.time(op, self.device)
+            answer = self._answer(model, op)
             if answer is None:
                 lines.append(f"{model.name}: cannot say")
                 continue
@@ -93,6 +102,13 @@ class OpTimeChain:
         if op.beside is not None:
             lines += [f"beside it, {op.beside.name}: {line}" for line in self.explain(op.beside)]
         return lines
+
+
+def _with_tables_of(model: ModelSpec, asked: OpTimeModel) -> OpTimeModel:
+    """`asked` with tables of the format of `model`, if it has such."""
+    with Blaming("op_time_model", asked, "for_model"):
+        found: OpTimeModel = asked.for_model(model) if hasattr(asked, "for_model") else asked
+    return found
 
 
 def _longer(a: OpTime, b: OpTime, op: Op) -> OpTime:

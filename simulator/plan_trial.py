@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from twinfer.core.config import Choice
-from twinfer.core.errors import TwinferError
+from twinfer.core.errors import PluginError, TwinferError
 from twinfer.core.fleet import Fleet
 from twinfer.core.op_time import OpTime
 from twinfer.core.recorder import Recorder
@@ -136,6 +136,8 @@ class Evaluator:
                 )
                 return Outcome(fewest=bound.fewest, likely=bound.likely, problem=bound.problem)
             return self._simulate(world, trial, should_stop)
+        except PluginError:  # says nothing about the fleet
+            raise
         except TwinferError as error:  # what does not fit, or techniques that refuse each other
             return Outcome(problem=str(error))
 

@@ -25,6 +25,7 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.events import Finished, Output, Rejected
 from twinfer.core.feeder import Feeder
 from twinfer.core.flock import Run
+from twinfer.core.guard import adapted_ops
 from twinfer.core.memory_parts import heaviest_rank
 from twinfer.core.parallel_ops import ops_of_step
 from twinfer.core.plan import StepPlan, StepResult
@@ -195,9 +196,7 @@ def prepare(
         chain = wrap(chain)
 
     def adapt(ops: Sequence[Op], shape: StepShape) -> Sequence[Op]:
-        for technique in techniques:
-            ops = technique.adapt_ops(ops, model, shape)
-        return ops
+        return adapted_ops(techniques, ops, model, shape)
 
     def ops_of(shape: StepShape) -> Sequence[Op]:
         return adapt(ops_of_step(model, shape, layout), shape)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from twinfer.core.guard import FAULTS, raised
 from twinfer.plugins.conformance.kit import ConformanceError, Kit, require
 from twinfer.plugins.conformance.kv_caches import KVCacheKit
 from twinfer.plugins.conformance.played import Played, Player, Traffic
@@ -40,9 +41,8 @@ def check(kind: str, technique: type[Any], options: Mapping[str, Any] | None = N
         try:
             getattr(kit, name)()
             results[name] = ""
-        except Exception as error:  # whatever a technique raises is its failure, not the checker's
-            text = " ".join(str(error).split())
-            results[name] = text if isinstance(error, ConformanceError) else f"{type(error).__name__}: {text}"
+        except FAULTS as error:  # whatever a technique raises is its failure, not the checker's
+            results[name] = " ".join(str(error).split()) if isinstance(error, ConformanceError) else raised(error)
     return results
 
 

@@ -234,3 +234,18 @@ def test_the_process_has_one_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Registry(entry_points=False)
     set_default_registry(other)
     assert default_registry() is other
+
+
+@pytest.mark.parametrize("method", ["adapt_model", "adapt_ops"])
+def test_changes_of_the_model_are_refused_where_nobody_asks_for_them(tmp_path: Path, method: str) -> None:
+    for kind in ("scheduler", "kv_cache", "router", "attention", "quantizer"):
+        (tmp_path / "changing.py").write_text(
+            "from twinfer import Technique, hookimpl\n"
+            f"class Changing(Technique):\n    name = 'changing'\n    summary = 's'\n    def {method}(self, first, *more): return first\n"
+            f"@hookimpl\ndef register_{kind}(register): register(Changing)\n"
+        )
+        if kind in ("attention", "quantizer"):
+            assert "changing" in Registry(plugin_dirs=[tmp_path], entry_points=False).names(kind)
+        else:
+            with pytest.raises(PluginError, match=f"{kind} changing: {method} is asked of attention"):
+                Registry(plugin_dirs=[tmp_path], entry_points=False)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from twinfer.core.errors import ModelError
+from twinfer.core.guard import Blaming, reasons_against
 from twinfer.core.registry import Registry
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
@@ -58,8 +59,10 @@ def family_of(model: ModelSpec, registry: Registry) -> type[Any]:
     """The registered family that serves `model`; ModelError when there is none or it cannot."""
     families = registry.all("model_family")
     for item in families:
-        if item.cls.serves(model):
-            reasons = item.cls.why_not(Needs(model=model))
+        with Blaming("model_family", item.cls, "serves"):
+            serves = item.cls.serves(model)
+        if serves:
+            reasons = reasons_against("model_family", item.cls, Needs(model=model))
             if reasons:
                 raise ModelError(f"{model.name}: family {item.name} cannot run it: {'; '.join(reasons)}")
             return item.cls

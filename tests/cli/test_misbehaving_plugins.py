@@ -1,0 +1,150 @@
+"""Plugins that break their contract: whatever they do, it is one line that names them, and never looks like success."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SIMULATE = (
+    "simulate", "--model", "smollm2-135m", "--device", "h100-sxm", "--requests", "4", "--rate", "10000", "--input-len", "64",
+    "--output-len", "4",
+)  # fmt: skip
+MEMORY = ("memory", "--model", "smollm2-135m", "--device", "h100-sxm")
+EXPLAIN = ("explain", "--model", "smollm2-135m", "--device", "h100-sxm")
+HEAD = """import sys
+from twinfer import Technique, Want, hookimpl
+from twinfer.core.op_time import OpTime
+from twinfer.core.policy import Defer
+from twinfer.plugins.kv_cache.paged import Paged
+from twinfer.plugins.scheduler.continuous import Continuous
+"""
+KINDS = {
+    "scheduler": ("Continuous", "--scheduler"),
+    "kv_cache": ("Paged", "--kv-cache"),
+    "quantizer": ("Technique", "--quant"),
+    "op_time_model": ("Technique", "--op-time-model"),
+    "router": ("Technique", "--router"),
+}
+EXIT = "sys.exit(0)"
+
+
+def plugin(folder: Path, kind: str, body: str, outside: str = "") -> tuple[str, ...]:
+    """Options that load a technique `odd` of `kind` with the methods `body`, and those that choose it."""
+    base, option = KINDS[kind]
+    text = f"{HEAD}\n\nclass Odd({base}):\n    name = 'odd'\n    summary = 'breaks its contract'\n    {body}\n"
+    text += f"\n\n@hookimpl\ndef register_{kind}(register):\n    register(Odd)\n{outside}\n"
+    (folder / "odd_plugin.py").write_text(text)
+    return ("--plugins-dir", str(folder), option, "odd")
+
+
+BROKEN = [
+    ("scheduler", f"def propose(self, view): {EXIT}", SIMULATE, ("'odd' failed in propose", "SystemExit")),
+    ("scheduler", f"def propose(self, view):\n        {EXIT}\n        yield", SIMULATE, ("failed in propose",)),
+    ("scheduler", f"def order(self, seq): {EXIT}", SIMULATE, ("scheduler 'odd' failed in order: SystemExit",)),
+    ("scheduler", f"propose = Continuous.propose\n\n    def steady(self, view): {EXIT}", SIMULATE, ("scheduler 'odd' failed in steady: SystemExit",)),
+    ("scheduler", "propose = Continuous.propose\n\n    def steady(self, view): return 1", SIMULATE, ("gave 1 in steady", "Steady")),
+    ("scheduler", "def __init__(self, options): 1 / 0", SIMULATE, ("failed in __init__: ZeroDivisionError",)),
+    ("scheduler", f"def __init__(self, options): {EXIT}", SIMULATE, ("failed in __init__: SystemExit: 0",)),
+    ("scheduler", "why_not = classmethod(lambda cls, needs: 1 / 0)", SIMULATE, ("failed in why_not: ZeroDivision",)),
+    ("scheduler", "why_not = classmethod(lambda cls, needs: 'no')", SIMULATE, ("gave 'no' in why_not", "a list")),
+    ("scheduler", "why_not = classmethod(lambda cls, needs: None)", SIMULATE, ("gave None in why_not", "a list")),
+    ("scheduler", "def propose(self, view): return [Want(view.waiting, 1)]", SIMULATE, ("in propose", "a Sequence")),
+    ("scheduler", "def propose(self, view): return [Want(s, float('nan')) for s in view.waiting]", SIMULATE,
+     ("scheduler 'odd' gave Want(", "in propose; give a Want", "whole number")),
+    ("scheduler", "def propose(self, view): return [Want(s, 2.5) for s in view.waiting]", SIMULATE, ("whole number",)),
+    ("scheduler", "def propose(self, view): return [Defer('later')]", SIMULATE, ("Defer(until='later')", "time in s")),
+    ("scheduler", "def propose(self, view):\n        view.running.clear()\n        return []", SIMULATE,
+     ("failed in propose: AttributeError",)),
+    ("kv_cache", f"def __init__(self, options): {EXIT}", SIMULATE, ("KV cache 'odd' failed in __init__: SystemExit",)),
+    ("kv_cache", "def block_size(self, limits): return 0", SIMULATE, ("KV cache 'odd' gave 0 in block_size",)),
+    ("kv_cache", "def block_size(self, limits): return 16.5", SIMULATE, ("gave 16.5 in block_size", "whole number")),
+    ("kv_cache", "def block_size(self, limits): 1 / 0", SIMULATE, ("failed in block_size: ZeroDivisionError",)),
+    ("kv_cache", "def block_size(self, limits): 1 / 0", MEMORY, ("failed in block_size: ZeroDivisionError",)),
+    ("kv_cache", "def reserve(self, num_tokens, limits): return -5", SIMULATE, ("gave -5 in reserve", "at least")),
+    ("kv_cache", "def headroom(self, limits): return -1", SIMULATE, ("gave -1 in headroom", "at least 0")),
+    ("kv_cache", "def idle_order(self): 1 / 0", SIMULATE, ("failed in idle_order: ZeroDivisionError",)),
+    ("kv_cache", "def idle_order(self): return None", SIMULATE, ("KV cache 'odd'", "idle order NoneType")),
+    ("kv_cache", "copies_on_write = None", SIMULATE, ("gave None in copies_on_write", "True or False")),
+    ("quantizer", f"def __init__(self, options): {EXIT}", MEMORY, ("quantizer 'odd' failed in __init__: SystemExit",)),
+    *(
+        ("quantizer", body, command, words)
+        for command in (SIMULATE, MEMORY, EXPLAIN)
+        for body, words in (
+            ("def adapt_model(self, model): 1 / 0", ("quantizer 'odd' failed in adapt_model: ZeroDivisionError",)),
+            ("def adapt_model(self, model): return None", ("quantizer 'odd' gave None in adapt_model", "a ModelSpec")),
+        )
+    ),
+    *(
+        ("quantizer", f"def adapt_ops(self, ops, model, shape): {body}", command, words)
+        for command in (SIMULATE, EXPLAIN)
+        for body, words in (
+            ("1 / 0", ("'odd' failed in adapt_ops: ZeroDivisionError",)),
+            (EXIT, ("'odd' failed in adapt_ops: SystemExit",)),
+            ("return None", ("'odd' gave None in adapt_ops", "a list of Op")),
+            ("return ['x']", ("'odd' gave", "in adapt_ops", "a list of Op")),
+            ("return []", ("'odd' gave", "in adapt_ops", "never without work")),
+        )
+    ),
+    *(
+        ("op_time_model", body, command, words)
+        for command in (SIMULATE, EXPLAIN)
+        for body, words in (
+            ("def time(self, op, device): return 1e-6", ("op time model 'odd' gave 1e-6 in time", "OpTime")),
+            ("def time(self, op, device): 1 / 0", ("op time model 'odd' failed in time: ZeroDivisionError",)),
+            ("def time(self, op, device): return OpTime(float('inf'), 0.0, 'x')", ("gave inf s",)),
+        )
+    ),
+    ("op_time_model", "def for_model(self, model): 1 / 0", SIMULATE, ("op time model 'odd' failed in for_model: Zero",)),
+    *(
+        ("router", body, (*SIMULATE, "--replicas", "2"), words)
+        for body, words in (
+            (f"def pick(self, request, views): {EXIT}", ("router 'odd' failed in pick: SystemExit",)),
+            ("def pick(self, request, views): return views.pop().index", ("router 'odd' failed in pick: Attribute",)),
+            ("def pick(self, request, views): return 'a'", ("gave 'a' in pick", "[0, 1]")),
+            ("prefix_block = 'x'\n\n    def pick(self, request, views): return 0", ("in prefix_block",)),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body", "command", "words"), BROKEN)
+def test_what_a_plugin_breaks_is_one_line_that_names_it(
+    cli: Callable, tmp_path: Path, kind: str, body: str, command: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    cli(*command, *plugin(tmp_path, kind, body)).is_error("'odd'", *words)
+
+
+def test_the_end_of_a_process_is_no_answer_wherever_it_comes_from(cli: Callable, tmp_path: Path) -> None:
+    """`sys.exit(0)` in a plugin is neither success nor, with 3, the answer no."""
+    chosen = plugin(tmp_path, "scheduler", f"def propose(self, view): {EXIT}")
+    question = ("plan", *SIMULATE[1:], "--slo", "ttft.p90<=0.5", "--max-replicas", "1", "--tp", "1", "--workers", "1")
+    cli(*question, *chosen).is_error("'odd' failed in propose: SystemExit")
+    checked = cli(*chosen[:2], "plugins", "check", "odd")
+    assert checked.code == 1 and "SystemExit" in checked.out
+    chosen = plugin(tmp_path, "scheduler", "", "    sys.exit(3)")
+    cli(*SIMULATE, *chosen[:2]).is_error("odd_plugin", "SystemExit: 3")
+
+
+def test_an_observer_that_ends_the_process_is_dropped_and_the_run_goes_on(cli: Callable, tmp_path: Path) -> None:
+    listening = f"@hookimpl\ndef on_step(plan, result):\n    {EXIT}"
+    chosen = plugin(tmp_path, "scheduler", "", listening)
+    with pytest.warns(RuntimeWarning, match=r"failed in on_step .*SystemExit: 0"):
+        record = cli(*SIMULATE, *chosen[:2], "--json").json
+    assert record["metrics"]["num_completed"] == 4
+
+
+def test_ctrl_c_in_a_plugin_stays_ctrl_c(cli: Callable, tmp_path: Path) -> None:
+    for body in (
+        "def propose(self, view): raise KeyboardInterrupt",
+        "def __init__(self, options): raise KeyboardInterrupt",
+    ):
+        assert cli(*SIMULATE, *plugin(tmp_path, "scheduler", body)).code == 130
+
+
+def test_a_technique_that_cannot_say_whether_it_serves_is_listed_so(cli: Callable, tmp_path: Path) -> None:
+    chosen = plugin(tmp_path, "scheduler", "why_not = classmethod(lambda cls, needs: 1 / 0)")
+    rows = cli(*chosen[:2], "plugins", "--json").json["techniques"]
+    found = next(row for row in rows if row["name"] == "odd")
+    assert not found["usable"] and "failed in why_not: ZeroDivisionError" in found["why_not"][0]
