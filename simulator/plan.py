@@ -101,7 +101,7 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
     if proof is not None:
         values = ", ".join(f"{g.name} {v:.3g} s" for g in question.goals if (v := proof.values.get(g.name)) is not None)
         answer.notes.append(
-            f"times are those of the busiest {len(evaluator.traffic.part(0)):,} requests; on all {len(evaluator.requests):,} the "
+            f"times are those of the busiest {_seen(found[fleets[0].device]):,} requests; on all {len(evaluator.requests):,} the "
             f"cheapest fleet has {values}"
         )
     if fleets and done:
@@ -119,6 +119,11 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
     if done:  # a resumed file is then the one of a search that was never stopped
         result.points = {key: point for key, point in result.points.items() if key in drive.asked}
     result.answer, result.complete = answer, done
+
+
+def _seen(found: Found) -> int:
+    """Requests that a fleet was confirmed with."""
+    return found.outcome.num_requests if found.outcome is not None else 0
 
 
 def _proved(evaluator: Evaluator, drive: Drive, found: dict[str, Found]) -> tuple[list[Fleet], Outcome | None]:

@@ -23,6 +23,7 @@ from twinfer.simulator.energy import joules_per_token
 from twinfer.simulator.plan_designs import Design, label_of
 from twinfer.simulator.plan_search import Found, time_of
 from twinfer.simulator.plan_space import Question
+from twinfer.simulator.plan_tally import BACKLOG
 from twinfer.simulator.plan_trial import Outcome
 
 UNKNOWN = "not searched: stopped"
@@ -38,7 +39,7 @@ class Fleet:
     requests per s at which the promises are kept in every draw (goodput_spread: the least and the most of them); clients:
     of a closed loop, as many as it then serves.  next_limit: what breaks above it.
     values: of the draw of the traffic that comes nearest to a limit, spread: of all `seeds` draws, band: with all steps
-    faster and slower, least and most of all draws.
+    faster and slower, least and most of all draws.  backlog: the most of all draws (`plan_tally.BACKLOG`).
     """
 
     device: str
@@ -67,6 +68,7 @@ class Fleet:
     watts: float | None
     joules_per_token: float | None
     next_limit: str
+    backlog: float = 0.0
     on_front: bool = False
 
     def plain(self) -> dict[str, Any]:
@@ -128,6 +130,7 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
         watts=None if outcome.watts is None else outcome.watts * found.num_devices,
         joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
         next_limit=next_limit(found.breaks, question.goals, design, found.load) if found.loads else UNKNOWN,
+        backlog=max(draw.backlog for draw in draws),
     )  # fmt: skip
 
 
@@ -226,6 +229,11 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
         use += f"; {less}"
     if best.next_limit == UNKNOWN:
         use = "how much more it could serve was not searched"
+    if best.backlog > BACKLOG:
+        use += (
+            f"; this holds for a burst: {best.backlog:.0%} of the requests were still to be answered when the last one came, "
+            "and traffic that goes on at this rate may need more"
+        )
     start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
     stopped = "" if complete else " of those searched before the stop"
     return f"{start}{stopped} for {question.model} at {traffic} is {best.label}: {money}, {kept}, {use}."

@@ -39,6 +39,7 @@ class Drive:
         self._ended = 0
         self._wrote, self._pause = time.monotonic(), WRITE_EVERY_S
         self._best = ""
+        self._requests = 0  # simulated since the start
         self.stopped = False
 
     def run(self, searches: Mapping[str, Search[Any]]) -> dict[str, Any]:
@@ -79,6 +80,7 @@ class Drive:
                 running.discard(trial.key)
                 self._known[trial.key] = outcome
                 self._result.points[trial.key] = (trial, outcome)
+                self._requests += outcome.num_requests
             for name in [n for n, trials in wants.items() if all(t.key in self._known for t in trials)]:
                 advance(name, [self._known[t.key] for t in wants.pop(name)])
             self._write()
@@ -97,7 +99,8 @@ class Drive:
             self._passed.add((name, "confirmed" if trial.steps != 1 or trial.load != 1 else "assessed"))
         done = len(self._passed) + self._ended
         self._on_progress(
-            min(done, self._total), self._total, {"points": len(self._result.points), "found": self._best}
+            min(done, self._total), self._total,
+            {"points": len(self._result.points), "requests": self._requests, "found": self._best},
         )
 
     def _write(self) -> None:

@@ -22,6 +22,9 @@ from twinfer.simulator.run import World
 
 REPORTED = ("ttft.p50", "ttft.p95", "ttft.p99", "tpot.p50", "tpot.p95", "tpot.p99", "e2e.p95")
 PATIENCE = 1.25  # how much weaker a promise may get (sensitivity) before an early end would hide the answer
+BACKLOG = 0.1
+"""Share of the requests that may still be to be answered when the last one comes: with more, traffic was too short against the
+time that a request stays (Little's law), or comes faster than it is served."""
 FULL = 0.95  # share of the KV pool from which on it counts as full
 
 
@@ -32,7 +35,8 @@ class Outcome:
     problem: why the design cannot work at all.  values: statistics by dotted name.  hopeless: the goal that was
     broken so early that the run was ended.  attained: share of requests that kept every limit.
     good_tokens: output tokens per s of those.  busy: share of the time that steps ran.  sigma: relative error of
-    step times.  *_full: share of the time in which requests waited and that was at its limit.
+    step times.  backlog: share of the requests that were still to be answered when the last one (of sessions: the last
+    session) came; 0 in a closed loop.  *_full: share of the time in which requests waited and that was at its limit.
     parts: where the time of the mean step goes, by what bounds it; queue_parts: of steps while requests waited.
     """
 
@@ -50,6 +54,7 @@ class Outcome:
     good_tokens: float = 0.0
     busy: float = 0.0
     sigma: float = 0.0
+    backlog: float = 0.0
     preemptions: int = 0
     kv_full: float = 0.0
     rows_full: float = 0.0
@@ -71,6 +76,11 @@ class Outcome:
     def keeps(self, goals: Sequence[Goal]) -> bool:
         """Every promise is kept and every request was served."""
         return not self.problem and not self.failed and not self.hopeless and not self.broken(goals)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it says how the fleet fares in the long run."""
+        return self.backlog <= BACKLOG
 
     def margin(self, goals: Sequence[Goal]) -> float:
         """The tightest promise as value / limit; inf when one was not served."""
@@ -171,8 +181,10 @@ class TrialTally:
             elif missing <= len(taken):
                 self.kv_full += times[-1] - times[sorted(taken)[math.ceil(missing) - 1]]
 
-    def outcome(self, world: World, goals: Sequence[Goal], replicas: int, broken: Goal | None) -> Outcome:
-        """The sums as an outcome; `replicas` were simulated."""
+    def outcome(
+        self, world: World, goals: Sequence[Goal], replicas: int, broken: Goal | None, last_start: float
+    ) -> Outcome:
+        """The sums as an outcome; `replicas` were simulated. last_start: when the last request or session came, in s."""
         unserved = [r for r in self.requests if r.reason not in ("stop", "length")]
         failed = [r for r in unserved if r.reason is not None]
         good = [r for r in self.requests if kept(r, goals)]
@@ -187,6 +199,7 @@ class TrialTally:
         at_once = world.setup.config.dp * world.setup.config.pp  # steps of a replica
         busy = min(1.0, self.seconds * per_second / (replicas * at_once))
         served = [r for r in self.requests if r.num_output_tokens]
+        late = sum(r.last_token is None or r.last_token > last_start for r in self.requests)
         return Outcome(
             values=values, hopeless="" if broken is None else str(broken), num_requests=len(self.requests),
             failed=len(failed), failed_why=failed[0].detail if failed else "",
@@ -194,7 +207,7 @@ class TrialTally:
             requests_per_second=(len(self.requests) - len(unserved)) * per_second,
             tokens_per_second=sum(r.num_output_tokens for r in served) * per_second,
             good_tokens=sum(r.num_output_tokens for r in good) * per_second,
-            busy=busy, sigma=self.sigma, preemptions=self.preemptions,
+            busy=busy, sigma=self.sigma, backlog=late / max(1, len(self.requests)), preemptions=self.preemptions,
             kv_full=self._share(self.kv_full), rows_full=self._share(self.rows_full), waiting=self._share(self.waiting),
             kv_peak=self.kv_peak,
             parts=_shares(parts), queue_parts=_shares(waits),
@@ -245,4 +258,4 @@ def _shares(parts: StepParts | None) -> dict[str, float]:
     return {name: getattr(parts, name) / parts.seconds for name in ("compute", "memory", "network", "host")}
 
 
-__all__ = ["Outcome", "TrialTally", "Watch"]
+__all__ = ["BACKLOG", "PATIENCE", "Outcome", "TrialTally", "Watch"]

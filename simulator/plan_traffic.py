@@ -5,6 +5,8 @@
                   so many times as fast
     closed loop   never cut; `load`: so many times the clients
 
+Traffic may be looked at `times` as long: synthetic traffic goes on, of what was recorded the busiest part grows up to all of it.
+
 A *seed* beyond 0 is another draw of what is random: lengths and times of made-up requests, the guesses of a speculator.
 A recorded trace has one draw.
 
@@ -15,7 +17,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -23,11 +26,15 @@ from twinfer.core.catalog import resolve_spec
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry
 from twinfer.core.request import Request
-from twinfer.core.workload import generate
+from twinfer.core.workload import DEFAULT_NUM_REQUESTS, generate
 from twinfer.simulator.plan_space import Question
 
 LEAST_PER_CLIENT = 10
 """Requests that each client of a closed loop must send: all begin at once, and that burst is to be a small part."""
+MOST_REQUESTS = 100_000
+"""Requests up to which synthetic traffic goes on."""
+KEPT_DRAWS = 8
+"""Longer draws, and parts of them, that are remembered."""
 
 
 class Traffic:
@@ -38,6 +45,7 @@ class Traffic:
 
     def __init__(self, question: Question, registry: Registry) -> None:
         self._question = question
+        self._registry = registry
         draws = [_generate(question, registry, seed) for seed in range(min(question.seeds, 2))]
         self.varies = len(draws) > 1 and _shape(draws[0]) != _shape(draws[1])
         if self.varies:
@@ -47,7 +55,9 @@ class Traffic:
         self.sessions = any(r.follows is not None for r in self.requests)
         self.clients = question.workload.concurrency
         self.longest = max(r.max_length for r in chain.from_iterable(self._draws))
-        self._parts: dict[int, Sequence[Request]] = {}
+        given = question.workload
+        self._goes_on = not (given.trace or given.prompts or given.prompt_tokens or given.source or self.clients)
+        self._longer: OrderedDict[tuple[int, int, bool], Sequence[Request]] = OrderedDict()
         if self.clients is not None and len(self.requests) < LEAST_PER_CLIENT * self.clients:
             raise ConfigError(
                 "--requests", len(self.requests), f"{self.clients} clients begin at once, and that burst would be most of it",
@@ -70,26 +80,50 @@ class Traffic:
         """Clients of the whole fleet."""
         return None if self.clients is None else max(1, round(self.clients * load))
 
-    def drawn(self, seed: int) -> Sequence[Request]:
-        return self._draws[seed % len(self._draws)]
+    def drawn(self, seed: int, times: int = 1) -> Sequence[Request]:
+        """All of a draw, `times` as long if it goes on: what is then longer than any request of the first draws is left
+        out, as designs were assessed without it."""
+        seed %= len(self._draws)
+        if times == 1 or not self._goes_on:
+            return self._draws[seed]
+        return self._kept((seed, times, False), lambda: self._going_on(seed, times))
 
-    def part(self, seed: int) -> Sequence[Request]:
+    def _going_on(self, seed: int, times: int) -> Sequence[Request]:
+        first = self._draws[seed]
+        num = self._question.workload.num_requests or DEFAULT_NUM_REQUESTS
+        times = min(times, max(1, MOST_REQUESTS // len(first)))
+        if times == 1:
+            return first
+        units = sessions_of(_generate(self._question, self._registry, seed, num * times))
+        return [r for unit in units if unit[-1].max_length <= self.longest for r in unit]
+
+    def part(self, seed: int, times: int = 1) -> Sequence[Request]:
         """The busiest part of a draw that is used to confirm; all of it where it is not cut."""
-        if seed not in self._parts:
-            drawn = self.drawn(seed)
-            self._parts[seed] = busiest(drawn, self._question.confirm) if self.cut else drawn
-        return self._parts[seed]
+        drawn = self.drawn(seed, times)
+        if not self.cut:
+            return drawn
+        key = (seed % len(self._draws), times, True)
+        return self._kept(key, lambda: busiest(drawn, self._question.confirm * times))
+
+    def _kept(self, key: tuple[int, int, bool], make: Callable[[], Sequence[Request]]) -> Sequence[Request]:
+        found = self._longer.pop(key, None)
+        self._longer[key] = found = make() if found is None else found
+        while len(self._longer) > KEPT_DRAWS:
+            self._longer.popitem(last=False)
+        return found
+
+    def seen(self, replicas: int, *, whole: bool, screen: bool, seed: int, times: int = 1) -> Sequence[Request]:
+        """What a trial of `replicas` sees of a draw, before it is dealt out.
+
+        whole: all of it instead of the part that is used to confirm.  screen: its busiest `screen` per replica.
+        """
+        requests = self.drawn(seed, times) if whole else self.part(seed, times)
+        return busiest(requests, self._question.screen * replicas * times) if screen and self.cut else requests
 
     def dealt(
-        self, replicas: int, *, whole: bool, screen: bool, shares: Sequence[int], merged: bool, load: float, seed: int
+        self, requests: Sequence[Request], replicas: int, *, shares: Sequence[int], merged: bool, load: float
     ) -> list[list[Request]]:
-        """Requests of each of `shares`, numbers of replicas among `replicas`; merged: all of these in one list.
-
-        whole: of all traffic instead of the part that is used to confirm.  screen: of its busiest `screen` per replica.
-        """
-        requests = self.drawn(seed) if whole else self.part(seed)
-        if screen and self.cut:
-            requests = busiest(requests, self._question.screen * replicas)
+        """`requests` of each of `shares`, numbers of replicas among `replicas`; merged: all of these in one list."""
         units = sessions_of(requests) if self.sessions else [[r] for r in requests]
         speed = load if self.clients is None else 1.0
         chosen = [{i for i in shares}] if merged else [{i} for i in shares]
@@ -97,11 +131,12 @@ class Traffic:
         return [retimed(list(chain.from_iterable(found)), speed, requests[0].arrival) for found in lists]
 
 
-def _generate(question: Question, registry: Registry, seed: int) -> list[Request]:
-    """All requests of a draw, sorted by arrival of what opens a session."""
+def _generate(question: Question, registry: Registry, seed: int, num: int | None = None) -> list[Request]:
+    """All requests of a draw, or `num` of them, sorted by arrival of what opens a session."""
     spec = resolve_spec(question.model)
     context = int(question.base.get("max_model_len") or spec.max_context)
-    workload = question.workload.model_copy(update={"seed": question.workload.seed + seed})
+    changes = {"seed": question.workload.seed + seed, **({} if num is None else {"num_requests": num})}
+    workload = question.workload.model_copy(update=changes)
     return generate(workload, spec.vocab_size, context, registry=registry, vision=spec.vision)
 
 
@@ -148,4 +183,4 @@ def retimed(requests: Sequence[Request], load: float, origin: float) -> list[Req
     return [replace(r, arrival=(r.arrival - origin) / load) for r in requests]
 
 
-__all__ = ["LEAST_PER_CLIENT", "Traffic", "busiest", "retimed", "sessions_of"]
+__all__ = ["LEAST_PER_CLIENT", "MOST_REQUESTS", "Traffic", "busiest", "retimed", "sessions_of"]

@@ -13,16 +13,19 @@ loops. Traffic with sessions or in a closed loop is never cut (`plan_traffic.py`
 
 Invariants
 * An outcome depends on its trial and the question alone: not on the process, on other trials or on the clock.
+* What keeps its promises was looked at until it was settled (`plan_tally.BACKLOG`), or on all the traffic there is.
 * A run that has already broken a promise for certain, even one 25 % weaker, is ended early and says so.
 * Whatever is not served counts against the promises (`core/goal.py`) and as `failed`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from twinfer.core.config import Choice
@@ -32,6 +35,7 @@ from twinfer.core.op_time import OpTime
 from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry, default_registry
+from twinfer.core.request import Request
 from twinfer.core.work import Op
 from twinfer.simulator.fleet_run import FleetRun
 from twinfer.simulator.op_time import OpTimeChain
@@ -39,7 +43,7 @@ from twinfer.simulator.plan_bound import bound_of, demand_of
 from twinfer.simulator.plan_designs import ROUND_ROBIN, Design, designs_of
 from twinfer.simulator.plan_record import TrialRecorder
 from twinfer.simulator.plan_space import FLEET_AXES, Question, check_question, devices_of_question
-from twinfer.simulator.plan_tally import Outcome, TrialTally, Watch
+from twinfer.simulator.plan_tally import BACKLOG, PATIENCE, Outcome, TrialTally, Watch
 from twinfer.simulator.plan_traffic import Traffic, busiest
 from twinfer.simulator.run import World, prepare, run_world
 
@@ -135,7 +139,7 @@ class Evaluator:
                     world, self.demand, self.question.goals, self._peak_rate, design.pools, self.traffic.clients
                 )
                 return Outcome(fewest=bound.fewest, likely=bound.likely, problem=bound.problem)
-            return self._simulate(world, trial, should_stop)
+            return self._settled(world, trial, should_stop)
         except PluginError:  # says nothing about the fleet
             raise
         except TwinferError as error:  # what does not fit, or techniques that refuse each other
@@ -181,16 +185,35 @@ class Evaluator:
         part = busiest(self.requests, max(self.question.screen, len(self.requests) // 8))
         return demand_of(part).rate if part[-1].arrival > part[0].arrival else self.demand.rate
 
-    def _simulate(self, world: World, trial: Trial, should_stop: ShouldStop | None) -> Outcome | None:
+    def _settled(self, world: World, trial: Trial, should_stop: ShouldStop | None) -> Outcome | None:
+        """`trial` on so much of the traffic that it says how the fleet fares in the long run, or on all there is.
+
+        What breaks a promise, even one 25 % weaker, on less traffic needs no more of it.
+        """
+        see = partial(
+            self.traffic.seen, trial.replicas, whole=trial.level == PROOF, screen=trial.level == SCREEN, seed=trial.seed
+        )
+        weaker = [g.scaled(PATIENCE) for g in self.question.goals]
+        times, requests = 1, see()
+        while True:
+            outcome = self._simulate(world, trial, requests, should_stop)
+            if outcome is None or outcome.settled or not outcome.keeps(weaker):
+                return outcome
+            times *= 2 ** math.ceil(math.log2(outcome.backlog / BACKLOG))
+            longer = see(times=times)
+            if len(longer) <= len(requests):
+                return outcome
+            requests = longer
+
+    def _simulate(
+        self, world: World, trial: Trial, requests: Sequence[Request], should_stop: ShouldStop | None
+    ) -> Outcome | None:
         design, traffic, n = self.designs[trial.design], self.traffic, trial.replicas
         scattered = traffic.sessions and design.router.partition(":")[0] not in STICKY
         together = trial.level in (FLEET, PROOF) or scattered  # else one replica stands for all
         apart = design.simple and (not together or n == 1 or traffic.cut)
         shares = range(n) if together else _shares(trial.level, n)
-        dealt = traffic.dealt(
-            n, whole=trial.level == PROOF, screen=trial.level == SCREEN, load=trial.load, seed=trial.seed, shares=shares,
-            merged=not apart,
-        )  # fmt: skip
+        dealt = traffic.dealt(requests, n, load=trial.load, shares=shares, merged=not apart)
         clients = traffic.clients_at(trial.load)
         if clients is not None:
             clients = max(1, round(clients * (1 if apart else len(shares)) / n))
@@ -215,7 +238,9 @@ class Evaluator:
                 break
             if not record.complete:
                 return None
-        return tally.outcome(world, self.question.goals, groups * design.num_engines, watch.broken)
+        starts = (r.arrival for r in chain.from_iterable(dealt) if r.follows is None)
+        last = max(starts, default=0.0) if clients is None else math.inf
+        return tally.outcome(world, self.question.goals, groups * design.num_engines, watch.broken, last)
 
 
 def _shares(level: str, replicas: int) -> Sequence[int]:

@@ -13,7 +13,7 @@ from twinfer.core.recorder import Recorder
 from twinfer.core.records import RequestRecord, RunRecord
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
-from twinfer.simulator import plan_trial
+from twinfer.simulator import plan_tally, plan_trial
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_tally import Watch
 from twinfer.simulator.plan_trial import FLEET, Evaluator, Trial
@@ -38,6 +38,7 @@ def test_sums_give_the_outcome_of_full_records(base: dict[str, Any], monkeypatch
         workload=TRAFFIC, goals=parse_goals(["ttft.p95<=60", "tpot.p95<=1"]),
     )  # fmt: skip
     trial = Trial(design=0, replicas=2, level=FLEET)
+    monkeypatch.setattr(plan_tally, "BACKLOG", 1.0)  # no more requests than these
     found = Evaluator(asked, REGISTRY).answer(trial)
     monkeypatch.setattr(plan_trial, "TrialRecorder", lambda sums, *given, **more: Recorder(*given, **more))
     full = Evaluator(asked, REGISTRY).answer(trial)

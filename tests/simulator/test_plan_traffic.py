@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +16,24 @@ from twinfer.core.fleet import Fleet
 from twinfer.core.goal import parse_goals
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
+from twinfer.simulator import plan_tally
 from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.plan import plan
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_traffic import sessions_of
-from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, Evaluator, Outcome, Trial
+from twinfer.simulator.plan_trial import ASSESS, FLEET, REPLICA, SCREEN, Evaluator, Outcome, Trial
 from twinfer.simulator.run import simulate
 
 REGISTRY = Registry(entry_points=False)
 SESSIONS = Workload(num_requests=30, rate=8.0, input_len=300, output_len=6, turns=3, think_time=0.5)
 LOOP = Workload(num_requests=80, concurrency=8, input_len=300, output_len=6, lengths="uniform", spread=0.5)
 OPEN = Workload(num_requests=40, rate=20.0, input_len=300, output_len=12)
+
+
+@pytest.fixture
+def as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial is repeated with more requests than were asked for."""
+    monkeypatch.setattr(plan_tally, "BACKLOG", 1.0)
 
 
 def question(workload: Workload, axes: Mapping[str, tuple[Any, ...]] | None = None, **more: Any) -> Question:
@@ -46,11 +54,13 @@ def same(outcome: Outcome, metrics: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("router", ["prefix_aware", "round_robin"])
+@pytest.mark.usefixtures("as_given")
 def test_sessions_stay_whole_and_a_fleet_is_the_one_that_simulate_predicts(router: str) -> None:
     evaluator = Evaluator(question(SESSIONS, {"router": (router,)}), REGISTRY)
     assert evaluator.traffic.sessions and not evaluator.traffic.cut
-    shares = evaluator.traffic.dealt(2, whole=False, screen=False, shares=range(2), merged=False, load=1.0, seed=0)
-    (both,) = evaluator.traffic.dealt(2, whole=False, screen=False, shares=range(2), merged=True, load=1.0, seed=0)
+    seen = evaluator.traffic.seen(2, whole=False, screen=False, seed=0)
+    shares = evaluator.traffic.dealt(seen, 2, shares=range(2), merged=False, load=1.0)
+    (both,) = evaluator.traffic.dealt(seen, 2, shares=range(2), merged=True, load=1.0)
     assert both == list(evaluator.requests)
     assert sorted(r.id for r in chain.from_iterable(shares)) == sorted(r.id for r in evaluator.requests)
     for part in shares:
@@ -102,6 +112,7 @@ def test_a_loop_whose_clients_hardly_begin_is_refused() -> None:
         Evaluator(question(LOOP.model_copy(update={"concurrency": 9})), REGISTRY)
 
 
+@pytest.mark.usefixtures("as_given")
 def test_a_speculator_is_a_technique_to_try_and_bounds_stay_optimistic() -> None:
     guess = "ngram:num_tokens=3,alpha=0.8"
     asked_of = question(OPEN, {"speculator": (None, guess)}, goals=parse_goals(["tpot.p90<=0.02", "ttft.p90<=0.5"]))
@@ -121,6 +132,7 @@ def test_a_speculator_is_a_technique_to_try_and_bounds_stay_optimistic() -> None
         assert kept and bound.fewest <= kept[0]
 
 
+@pytest.mark.usefixtures("as_given")
 def test_host_memory_is_searched_as_swap_space_and_as_a_tier() -> None:
     axes = {"host_tier": (None, 2**34), "host_kv_bytes": (None, 2**34)}
     evaluator = Evaluator(question(SESSIONS, axes), REGISTRY)
@@ -149,3 +161,49 @@ def test_nothing_cheaper_is_left_without_its_reason() -> None:
         assert tried is None or row["why"].startswith("even ") == (int(tried[1]) > fleet)
     costs = [row["cost_per_hour"] for row in rows[1:]]
     assert costs == sorted(costs, reverse=True)
+
+
+# --- long enough ------------------------------------------------------------------------------------
+
+BURST = Workload(num_requests=40, rate=200.0, input_len=64, output_len=200)
+
+
+def burst(workload: Workload = BURST, **more: Any) -> Evaluator:
+    axes = {"max_num_seqs": (16,), "max_num_batched_tokens": (512,)}
+    given = {"base": {"model": "smollm2-135m"}, "goals": parse_goals(["ttft.p90<=0.5"]), "seeds": 1} | more
+    return Evaluator(question(workload, axes, **given), REGISTRY)
+
+
+def test_a_burst_that_is_over_before_it_is_answered_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many replicas have a row for each of few requests; the many that come at this rate wait for one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_tally, "BACKLOG", 1.0)
+        short = asked(burst(), replicas=3)
+    assert short.num_requests == 40 and short.backlog > 0.5 and not short.settled
+    assert short.keeps(parse_goals(["ttft.p90<=0.5"]))
+    long = asked(burst(), replicas=3)
+    assert long.num_requests > 40 and not long.keeps(parse_goals(["ttft.p90<=0.5"]))
+
+
+def test_synthetic_traffic_goes_on_until_the_last_request_finds_few_before_it() -> None:
+    evaluator = burst(BURST.model_copy(update={"lengths": "uniform", "spread": 0.5}), seeds=2)
+    for level in (SCREEN, REPLICA, FLEET):
+        found = asked(evaluator, replicas=12, level=level)
+        assert found.settled and found.keeps(evaluator.question.goals), level
+    longer = evaluator.traffic.drawn(1, 8)
+    assert 300 <= len(longer) <= 320 and longer == evaluator.traffic.drawn(1, 8)
+    assert max(r.max_length for r in longer) <= evaluator.traffic.longest
+    assert longer[-1].arrival == pytest.approx(8 * evaluator.requests[-1].arrival, rel=0.4)
+
+
+def test_a_trace_ends_and_the_answer_says_that_it_is_of_a_burst(tmp_path: Path) -> None:
+    rows = [f"2023-11-16 18:00:{i // 20:02d}.{i % 20 * 5:02d}00000,64,100" for i in range(20)]
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    recorded = Workload(trace=str(tmp_path / "t.csv"), rate_scale=20)
+    asked_of = burst(recorded, screen=5, confirm=10, max_replicas=2).question
+    found = plan(asked_of, REGISTRY)
+    assert found.answer is not None
+    (fleet,) = found.answer.fleets
+    assert fleet.backlog > 0.5 and "this holds for a burst" in found.answer.sentence
+    confirmed = [o for t, o in found.points.values() if t.level == FLEET and t.load == t.steps == t.bandwidth == 1]
+    assert all(o.num_requests == 20 for o in confirmed)  # the busiest 10 were not enough
