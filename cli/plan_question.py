@@ -32,16 +32,13 @@ def axes_of(
 ) -> dict[str, tuple[Any, ...]]:
     """Field of `EngineConfig` -> values to try."""
     from twinfer.core.config import EngineConfig
-    from twinfer.core.device import device_files, load_device
     from twinfer.core.dtypes import canonical_dtype
     from twinfer.core.errors import ConfigError
     from twinfer.simulator.plan_space import DEFAULT_SEQS, DEFAULT_TOKENS, DEFAULT_TP, default_devices
 
     axes: dict[str, tuple[Any, ...]] = {"device": default_devices(session.registry)}
     if device:
-        files = device_files(session.registry)
-        specs = {word: load_device(word, session.registry) for word in device}
-        axes["device"] = tuple(spec.name if spec.name in files else word for word, spec in specs.items())
+        axes["device"] = tuple(_device_word(session, word) for word in device)
     axes |= {"tp": DEFAULT_TP, "max_num_seqs": DEFAULT_SEQS, "max_num_batched_tokens": DEFAULT_TOKENS}
     for name, kind in _LISTS.items():
         if given[name] is not None:
@@ -68,6 +65,15 @@ def axes_of(
                 "--try", f"{name}={tried[name][0]}", f"{option} says what to try, too", "give one of the two"
             )
     return {**axes, **tried}
+
+
+def _device_word(session: Session, word: str) -> str:
+    """The registered name of a device, or `word` itself where it is a file that no registered one is equal to."""
+    from twinfer.core.device import device_files, load_device
+
+    spec = load_device(word, session.registry)
+    known = spec.name in device_files(session.registry) and load_device(spec.name, session.registry) == spec
+    return spec.name if known else word
 
 
 def _tries(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -143,8 +149,7 @@ def _enough(workload: Workload, goals: Sequence[Goal]) -> int:
 
 
 def _prices(session: Session, texts: Sequence[str]) -> dict[str, float]:
-    """Device name -> US$ per hour of `NAME=PRICE`."""
-    from twinfer.core.device import load_device
+    """Device, as the axes name it -> US$ per hour of `NAME=PRICE`."""
     from twinfer.core.errors import ConfigError
 
     prices: dict[str, float] = {}
@@ -156,7 +161,7 @@ def _prices(session: Session, texts: Sequence[str]) -> dict[str, float]:
             eq = ""
         if not eq:
             raise ConfigError("--price", text, "is no price of a device", "write DEVICE=USD, e.g. h100-sxm=2.5")
-        device = load_device(name, session.registry).name
+        device = _device_word(session, name)
         if device in prices:
             raise ConfigError("--price", text, f"{device} had a price before", "give each device one price")
         prices[device] = value

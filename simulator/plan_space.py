@@ -111,7 +111,8 @@ def check_question(question: Question, registry: Registry) -> None:
     for tier in question.axes.get("host_tier", ()):
         if tier is not None and (isinstance(tier, bool) or not isinstance(tier, int) or tier < 1):
             raise ConfigError("--host-tier", tier, "is no number of bytes", "give a size such as 64GiB, or none")
-    names = {device.name for device in devices_of_question(question, registry).values()}
+    devices = devices_of_question(question, registry)
+    names = {*devices, *(device.name for device in devices.values())}
     for name, price in question.prices.items():
         if name not in names:
             raise ConfigError("--price", name, "no such device is searched", f"searched: {', '.join(sorted(names))}")
@@ -120,11 +121,17 @@ def check_question(question: Question, registry: Registry) -> None:
 
 
 def devices_of_question(question: Question, registry: Registry) -> dict[str, DeviceSpec]:
-    """The devices searched, by the word that names them in the axes, with the prices of the question."""
+    """The devices searched, by the word that names them in the axes, with the prices of the question.
+
+    A price is of that word, or of the name in the device's file where no other word of the axes is that name.
+    """
     found: dict[str, DeviceSpec] = {}
+    words = set(map(str, question.axes["device"]))
     for word in question.axes["device"]:
         spec = load_device(word, registry)
-        price = question.prices.get(spec.name)
+        price = question.prices.get(str(word))
+        if price is None and spec.name not in words:
+            price = question.prices.get(spec.name)
         if price is not None:
             spec = spec.model_copy(update={"price_per_hour": price, "price_source": "given with the question"})
         found[str(word)] = spec

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from twinfer.core.device import load_device, write_device
+
 PLAN = ("plan", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--tp", "1", "--max-num-batched-tokens", "1024",
         "--rate", "20", "--requests", "40", "--input-len", "400", "--output-len", "8", "--workers", "1")  # fmt: skip
 SLO = ("--slo", "ttft.p90<=0.5")
@@ -65,6 +67,18 @@ def test_mistakes_are_one_line(cli: Callable, more: tuple[str, ...], words: tupl
     flags = set(more)
     kept = [word for pair in zip(PLAN[1::2], PLAN[2::2], strict=True) if pair[0] not in flags for word in pair]
     cli("plan", *kept, *more).is_error(*words)
+
+
+def test_a_device_file_that_has_the_name_of_another_is_searched_as_itself(cli: Callable, tmp_path: Path) -> None:
+    """Beside the one of that name, and at a price of its own."""
+    spec = load_device("h100-sxm")
+    slow = {name: peak / 3 for name, peak in spec.peak_flops.items()}
+    shadow = write_device(spec.model_copy(update={"peak_flops": slow}), tmp_path / "shadow.json")
+    both = cli(*PLAN, *SLO, "--device", shadow, "--price", f"{shadow}=1", "--price", "h100=2", "--json").json
+    fleets = {f["device"]: f for f in both["answer"]["fleets"]}
+    assert set(fleets) == {"h100-sxm", str(shadow)} and str(shadow) in fleets[str(shadow)]["label"]
+    assert fleets[str(shadow)]["values"]["ttft.p50"] > 1.5 * fleets["h100-sxm"]["values"]["ttft.p50"]
+    assert {name: f["price_per_hour"] for name, f in fleets.items()} == {"h100-sxm": 2, str(shadow): 1}
 
 
 def test_a_model_is_needed_and_a_resumed_question_is_not_asked_twice(cli: Callable, tmp_path: Path) -> None:
