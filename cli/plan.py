@@ -245,13 +245,19 @@ def plan(
 
 
 def default_path(question: Question) -> Path:
-    """A file of the user's data folder, named after the question."""
+    """A file of the user's data folder, which is made, named after the question."""
     import hashlib
 
+    from twinfer.core.errors import ConfigError
     from twinfer.core.run_store import default_root
 
     name = hashlib.sha256(json.dumps(question.plain(), sort_keys=True).encode()).hexdigest()[:12]
-    return Path(default_root()) / "plans" / f"{name}.json"
+    folder = Path(default_root()) / "plans"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", None, f"{str(folder)!r} cannot be made ({error.strerror})", "give a file") from None
+    return folder / f"{name}.json"
 
 
 def _refuse_beside_resume(ctx: typer.Context) -> None:

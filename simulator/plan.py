@@ -24,7 +24,7 @@ from twinfer.simulator.plan_changes import cases_of, changes_of
 from twinfer.simulator.plan_designs import sorted_by_device
 from twinfer.simulator.plan_drive import Drive, OnProgress
 from twinfer.simulator.plan_edge import Search
-from twinfer.simulator.plan_file import Plan, read_plan
+from twinfer.simulator.plan_file import Plan, check_out, read_plan
 from twinfer.simulator.plan_neighbours import cheaper_fleets
 from twinfer.simulator.plan_pool import open_pool
 from twinfer.simulator.plan_search import Found, confirm_device, drawn, finish_device, screen_device
@@ -46,12 +46,14 @@ def plan(
     """Search for the cheapest fleet of every device type that keeps the promises of `question`.
 
     known: an earlier plan of the same question, whose outcomes are used.  workers: processes; 1 is this one, None as
-    many as there are cores.  ray: address of a cluster instead.  out: a file that always holds what is known.
+    many as there are cores.  ray: address of a cluster instead.  out: a file that always holds what is known; it is new or an earlier plan.
     on_progress(done, all, info) counts stages of devices.  should_stop() is asked all the time; a stopped plan is
     valid and not `complete`.
     Raises ConfigError, ModelError or RequestError for a question that cannot be asked.
     """
     registry = registry or default_registry()
+    if out is not None:
+        check_out(out)
     if known is not None and known.question.plain() != question.plain():
         raise ConfigError("--resume", None, "the file answers another question", "ask the one that is in it")
     evaluator = Evaluator(question, registry)

@@ -99,7 +99,8 @@ class Drive:
             self._passed.add((name, "confirmed" if trial.steps != 1 or trial.load != 1 else "assessed"))
         done = len(self._passed) + self._ended
         self._on_progress(
-            min(done, self._total), self._total,
+            min(done, self._total),
+            self._total,
             {"points": len(self._result.points), "requests": self._requests, "found": self._best},
         )
 

@@ -9,7 +9,10 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, Outcome, Trial, outcome_of, plain_trial, trial_of
 
 SCHEMA = 2
+_BEGIN = re.compile(r'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"plan"')
 
 
 @dataclass(slots=True)
@@ -53,16 +57,38 @@ class Plan:
         return data
 
     def write(self, path: Path) -> None:
-        """Replace the file at `path` in one move."""
+        """Replace the file at `path` in one move; a failure leaves nothing behind. Raises ConfigError."""
         part = path.with_name(path.name + ".part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(self.plain(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             part.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise ConfigError(
                 "--out", str(path), f"cannot be written ({error.strerror})", "give another file"
             ) from None
+
+
+def check_out(path: Path) -> None:
+    """Raise ConfigError unless a plan may be written to `path`: its folder is there, and it is new, empty or a plan."""
+    if not path.parent.is_dir():
+        raise ConfigError(
+            "--out", str(path), f"there is no folder {str(path.parent)!r}", "make it, or give another file"
+        )
+    try:
+        if not os.path.lexists(path):
+            return
+        if not path.is_file():
+            raise ConfigError("--out", str(path), "is no regular file", "give another file")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            begin = file.read(200)
+    except OSError as error:
+        raise ConfigError("--out", str(path), f"cannot be read ({error.strerror})", "give another file") from None
+    if begin and not _BEGIN.match(begin):
+        raise ConfigError(
+            "--out", str(path), "holds something else than a plan, and would be replaced", "give another file, or move it away"
+        )  # fmt: skip
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -85,4 +111,4 @@ def read_plan(path: str | Path) -> Plan:
     return Plan(question=question, points={trial.key: (trial, outcome) for trial, outcome in points})
 
 
-__all__ = ["SCHEMA", "Plan", "read_plan"]
+__all__ = ["SCHEMA", "Plan", "check_out", "read_plan"]

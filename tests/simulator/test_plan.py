@@ -21,6 +21,7 @@ from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
 from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.plan import Plan, plan, read_plan
+from twinfer.simulator.plan_file import check_out
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_traffic import busiest
 from twinfer.simulator.plan_trial import ASSESS, FLEET, PROOF, REPLICA, SCREEN, Evaluator, Trial
@@ -362,6 +363,31 @@ def test_a_file_that_holds_no_plan_is_refused(text: str, tmp_path: Path) -> None
         read_plan(tmp_path / "x.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_plan(tmp_path / "missing.json")
+
+
+def test_nothing_but_a_plan_is_replaced_and_a_failed_write_leaves_nothing(
+    whole: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.json").write_text('{"kind": "plan of mine"}')
+    (tmp_path / "empty.json").touch()
+    whole.write(tmp_path / "old.json")
+    for fine in ("new.json", "empty.json", "old.json"):
+        check_out(tmp_path / fine)
+    for path, why in (
+        (tmp_path / "mine.json", "something else than a plan"), (tmp_path, "no regular file"), (Path("/dev/null"), "no regular file"),
+        (tmp_path / "no" / "x.json", "no folder"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"--out.*{why}"):
+            plan(question(), REGISTRY, out=path)
+    assert (tmp_path / "mine.json").read_text() == '{"kind": "plan of mine"}' and not (tmp_path / "no").exists()
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match=r"--out.*No space left"):
+        whole.write(tmp_path / "k.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.json", "mine.json", "old.json"]
 
 
 def test_another_question_does_not_resume(whole: Plan) -> None:
