@@ -20,6 +20,7 @@ from typing import Any
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry, default_registry
 from twinfer.simulator.plan_answer import Answer, Fleet, fleet_of, front_of, price_rank, ranked, sentence_of
+from twinfer.simulator.plan_bound import demand_of
 from twinfer.simulator.plan_changes import cases_of, changes_of
 from twinfer.simulator.plan_designs import sorted_by_device
 from twinfer.simulator.plan_drive import Drive, OnProgress
@@ -134,10 +135,11 @@ def _proved(evaluator: Evaluator, drive: Drive, found: dict[str, Found]) -> tupl
     One that does not is searched again with more replicas, until the best one does; None when all traffic was used. What is
     said of the answer (goodput, band) is said of its whole fleet, of the others by some of their replicas.
     """
-    question, rate = evaluator.question, evaluator.demand.rate
+    question, demand = evaluator.question, evaluator.demand
+    part = demand_of(evaluator.traffic.part(0))
 
     def told_of(searched: Iterable[Found]) -> list[Fleet]:
-        return ranked(fleet_of(f, question, evaluator.devices[f.device], rate) for f in searched)
+        return ranked(fleet_of(f, question, evaluator.devices[f.device], demand, part) for f in searched)
 
     def finish(searched: Iterable[Found]) -> dict[str, Search[Any]]:
         return {f.device: finish_device(f, question, evaluator) for f in searched if not f.loads}

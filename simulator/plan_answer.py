@@ -19,7 +19,8 @@ from typing import Any
 
 from twinfer.core.device import DeviceSpec
 from twinfer.core.goal import Goal
-from twinfer.simulator.energy import joules_per_token
+from twinfer.simulator.energy import IDLE, joules_per_token
+from twinfer.simulator.plan_bound import Demand
 from twinfer.simulator.plan_designs import Design, label_of
 from twinfer.simulator.plan_search import Found, time_of
 from twinfer.simulator.plan_space import Question
@@ -35,6 +36,7 @@ CROWDED = 0.3  # share of the time with requests waiting at a limit, from which 
 class Fleet:
     """One confirmed fleet, of one device type. Money in US$, times in s, `band` of the middle 80 %.
 
+    Cost, rates, power and `busy` are means over all of the traffic, times are those of its busiest part.
     cost_per_million: per million output tokens of requests that kept every limit.  goodput: largest rate in
     requests per s at which the promises are kept in every draw (goodput_spread: the least and the most of them); clients:
     of a closed loop, as many as it then serves.  next_limit: what breaks above it.
@@ -97,8 +99,38 @@ class Answer:
         }  # fmt: skip
 
 
-def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) -> Fleet:
-    """The fleet of `found`, which must have one. rate: requests per s of the traffic."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a fleet works on average over all of the traffic, of which it may have seen its busiest part alone.
+
+    work: times as many tokens per s as there, which its steps and power follow.
+    """
+
+    requests_per_second: float
+    tokens_per_second: float
+    good_tokens: float
+    work: float
+
+    @classmethod
+    def of(cls, outcome: Outcome, all_of_it: Demand, part: Demand) -> Pace:
+        """all_of_it: the traffic as given.  part: what of it an outcome is of, at least."""
+        requests, tokens = outcome.requests_per_second, outcome.tokens_per_second
+        if part.num == all_of_it.num or not tokens:
+            return cls(requests, tokens, outcome.good_tokens, 1.0)
+        mean = all_of_it.rate * all_of_it.output
+        work = all_of_it.rate * (all_of_it.fed + all_of_it.output) / (requests * (part.fed + part.output))
+        return cls(all_of_it.rate, mean, mean * outcome.good_tokens / tokens, work)
+
+    def watts(self, outcome: Outcome, device: DeviceSpec) -> float | None:
+        """Of a device: what it draws when idle stays, the rest is as much as it works."""
+        if outcome.watts is None or device.tdp_watts is None:
+            return None
+        idle = IDLE * device.tdp_watts
+        return min(device.tdp_watts, idle + self.work * (outcome.watts - idle))
+
+
+def fleet_of(found: Found, question: Question, device: DeviceSpec, demand: Demand, part: Demand) -> Fleet:
+    """The fleet of `found`, which must have one. demand: of all the traffic; part: of what it was confirmed with."""
     design, outcome = found.design, found.outcome
     assert design is not None and outcome is not None and design.config is not None
     price = device.price_per_hour
@@ -112,7 +144,9 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
         )
         for n in outcome.values
     }
-    goodputs = [rate * load for load in (found.loads or [found.load])]
+    pace = Pace.of(outcome, demand, part)
+    watts = pace.watts(outcome, device)
+    goodputs = [demand.rate * load for load in (found.loads or [found.load])]
     clients = None
     if question.workload.concurrency is not None:
         clients = max(1, round(question.workload.concurrency * found.load))
@@ -122,13 +156,13 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, rate: float) 
         device=design.device, label=label_of(design, found.replicas), design=design.key,
         config=design.config.model_dump(mode="json"), replicas=found.replicas, num_devices=found.num_devices,
         price_per_hour=price, price_source=device.price_source, cost_per_hour=cost,
-        cost_per_million=None if cost is None or not outcome.good_tokens else cost / 3600 / outcome.good_tokens * 1e6,
+        cost_per_million=None if cost is None or not pace.good_tokens else cost / 3600 / pace.good_tokens * 1e6,
         goodput=min(goodputs), goodput_spread=(min(goodputs), max(goodputs)), clients=clients, headroom=found.load - 1,
         values=dict(outcome.values), spread=spread, seeds=len(draws), band=band,
         band_keeps=bool(found.slow) and all(o.keeps(question.goals) for o in found.slow), attained=outcome.attained,
-        busy=outcome.busy, requests_per_second=outcome.requests_per_second, tokens_per_second=outcome.tokens_per_second,
-        watts=None if outcome.watts is None else outcome.watts * found.num_devices,
-        joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
+        busy=min(1.0, outcome.busy * pace.work), requests_per_second=pace.requests_per_second,
+        tokens_per_second=pace.tokens_per_second, watts=None if watts is None else watts * found.num_devices,
+        joules_per_token=joules_per_token(watts, found.num_devices, pace.tokens_per_second),
         next_limit=next_limit(found.breaks, question.goals, design, found.load) if found.loads else UNKNOWN,
         backlog=max(draw.backlog for draw in draws),
     )  # fmt: skip
@@ -243,4 +277,4 @@ def _time(seconds: float | None) -> str:
     return "not served" if seconds is None else time_of(seconds)
 
 
-__all__ = ["Answer", "Fleet", "fleet_of", "front_of", "next_limit", "price_rank", "ranked", "sentence_of"]
+__all__ = ["Answer", "Fleet", "Pace", "fleet_of", "front_of", "next_limit", "price_rank", "ranked", "sentence_of"]

@@ -257,6 +257,25 @@ def test_the_best_fleet_is_proved_on_all_of_the_traffic() -> None:
     assert any("on all 120" in note for note in found.answer.notes)
 
 
+def test_cost_and_rates_are_of_all_the_traffic_whatever_part_confirms_it(tmp_path: Path) -> None:
+    """Quiet for a long time, then busy for a moment: most of what is paid for is idle."""
+    seconds = [5.0 * i for i in range(24)] + [120 + i / 20 for i in range(24)]
+    rows = [f"2023-11-16 18:{int(t // 60):02d}:{t % 60:09.6f}0,300,6" for t in seconds]
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    trace = Workload(trace=str(tmp_path / "t.csv"))
+    axes = {"device": ("h100-sxm",), "max_num_batched_tokens": (512,)}
+    asked = [question(trace, axes=axes, prices={}, screen=12, confirm=n, max_replicas=2) for n in (12, 100)]
+    part, whole = (plan(one, REGISTRY).answer.fleets[0] for one in asked)
+    assert part.replicas == whole.replicas == 1 and part.values != whole.values
+    for name in ("cost_per_million", "requests_per_second", "tokens_per_second", "busy", "watts", "joules_per_token"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.02), name
+    config = EngineConfig(model="llama-3.1-8b", device="h100-sxm", max_num_batched_tokens=512)
+    metrics = simulate(config, trace, REGISTRY).metrics
+    assert part.cost_per_million == pytest.approx(
+        part.cost_per_hour / 3600 / metrics["output_throughput"] * 1e6, rel=0.01
+    )
+
+
 # --- files, stops, processes ------------------------------------------------------------------------
 
 
