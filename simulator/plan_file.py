@@ -4,15 +4,18 @@ The file is valid at any moment: it holds the question, every outcome so far, an
 resume is to ask the same question again with these outcomes known.
 
 Invariants
+* Outcomes are believed only beside the question that they were made for: a digest of both stands in the file.
 * Equal questions give byte-identical files, whatever the number of processes and however often it was stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from twinfer.simulator.plan_search import why_not
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import ASSESS, Outcome, Trial, outcome_of, plain_trial, trial_of
 
-SCHEMA = 2
+SCHEMA = 3
 _BEGIN = re.compile(r'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"plan"')
 
 
@@ -50,8 +53,9 @@ class Plan:
                 "trial": plain_trial(trial), "design": self.designs[trial.design], "outcome": outcome.plain(),
                 "rejected": why,
             })  # fmt: skip
+        question = self.question.plain()
         data: dict[str, Any] = plain({
-            "schema": SCHEMA, "kind": "plan", "complete": self.complete, "question": self.question.plain(),
+            "schema": SCHEMA, "kind": "plan", "complete": self.complete, "digest": _digest(question, points), "question": question,
             "answer": None if self.answer is None else self.answer.plain(), "verdicts": self.verdicts, "points": points,
         })  # fmt: skip
         return data
@@ -91,8 +95,15 @@ def check_out(path: Path) -> None:
         )  # fmt: skip
 
 
+def _digest(question: Mapping[str, Any], points: Sequence[Any]) -> str:
+    """Of all that a resumed search believes."""
+    text = json.dumps(plain({"question": question, "points": points}), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file: its question and what was found so far. Raises ConfigError for a file of another kind."""
+    """The plan in a file: its question and what was found so far. Raises ConfigError for a file of another kind, or one
+    that was changed: its outcomes would answer a question that was never asked."""
     path = Path(path)
     fix = "give a file that `twinfer plan` wrote"
     try:
@@ -104,6 +115,10 @@ def read_plan(path: str | Path) -> Plan:
     try:
         if found["kind"] != "plan" or found["schema"] != SCHEMA:
             raise KeyError("kind")
+        if found["digest"] != _digest(found["question"], found["points"]):
+            raise ConfigError(
+                "--resume", str(path), "was changed after it was written", "ask its question anew, without --resume"
+            )
         question = Question.from_plain(found["question"])
         points = [(trial_of(p["trial"]), outcome_of(p["outcome"])) for p in found["points"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:

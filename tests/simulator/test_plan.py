@@ -384,6 +384,22 @@ def test_a_file_that_holds_no_plan_is_refused(text: str, tmp_path: Path) -> None
         read_plan(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"rate": 24.0', '"rate": 2.4'), ("ttft.p90<=0.4", "ttft.p90<=4"), ('"seeds": 3', '"seeds": 3, "colour": 1'),
+        ('"ttft.p90": 0', '"ttft.p90": -1'), ('"ttft.p90": ', '"ttft.p90": NaN, "x": '), ('"num_requests": 48', '"num_requests": "x"'),
+    ],
+)  # fmt: skip
+def test_a_file_that_was_changed_is_not_believed(whole: Plan, old: str, new: str, tmp_path: Path) -> None:
+    whole.write(tmp_path / "a.json")
+    text = (tmp_path / "a.json").read_text()
+    assert old in text
+    (tmp_path / "a.json").write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=r"--resume.*was changed after it was written"):
+        read_plan(tmp_path / "a.json")
+
+
 def test_nothing_but_a_plan_is_replaced_and_a_failed_write_leaves_nothing(
     whole: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
