@@ -31,6 +31,7 @@ OnProgress = Callable[[int, int, Mapping[str, Any]], None]
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2e")
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+_BANDED = ("p50", "p95")  # the bands of all five would be too wide for a terminal
 _TITLES = {
     "output_throughput": "output throughput", "total_throughput": "total throughput",
     "request_throughput": "requests", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E",
@@ -144,14 +145,15 @@ def new_table(caption: str, *columns: str) -> Table:
 
 def record_tables(record: RunRecord) -> list[Table]:
     """Metrics of one run: single numbers with the prediction's band, then latencies with their percentiles."""
+    from twinfer.core.fleet import recorded_in_words
     from twinfer.core.guesses import in_words
 
     what = "predicted" if record.world == "simulator" else "measured"
     config, metrics = record.config, record.metrics
     techniques = " + ".join(str(config.get(k, {}).get("name")) for k in ("scheduler", "kv_cache") if config.get(k))
-    device = record.environment.get("device") or config.get("device")
+    place = recorded_in_words(record.environment.get("device") or config.get("device", ""), config)
     banded = bool(record.intervals)  # a measurement has none
-    caption = f"{config.get('model')} on {device}, {techniques}: {what}"
+    caption = f"{config.get('model')} on {place}, {techniques}: {what}"
     numbers = new_table(caption, "", "", *(["80 % band"] if banded else []))
     for name in ("output_throughput", "total_throughput", "request_throughput", "duration", "peak_kv_bytes",
                  "kv_waste", "num_preemptions", "num_swaps", "prefix_cache_hit_rate"):  # fmt: skip
@@ -171,6 +173,10 @@ def record_tables(record: RunRecord) -> list[Table]:
     for name in _LATENCIES:
         values = metrics.get(name)
         latencies.add_row(title(name), *([seconds(values[s]) for s in _STATISTICS] if values else ["not measured"]))
+        if any(
+            bands := [between(name, record.intervals.get(f"{name}.{s}")) if s in _BANDED else "" for s in _STATISTICS]
+        ):
+            latencies.add_row("  80 % band", *bands)
     replicas = replica_table(record)
     return [numbers, latencies] if replicas is None else [numbers, latencies, replicas]
 

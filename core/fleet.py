@@ -10,12 +10,14 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError
+from twinfer.core.layout import SIZES, Layout
 from twinfer.core.technique import Checked
 
 KV_SHARE = 0.87
@@ -199,6 +201,37 @@ class Fleet(Checked):
         return given
 
 
+def in_words(device: str, engine: Mapping[str, Any], many: str = "", more: Sequence[str] = ()) -> str:
+    """`4 x 2 h200-sxm (tp 2, fp8)`: an engine, as plain fields, on devices; what is a default goes without saying.
+
+    many: how many of it, empty for one alone.  more: words beside its layout, techniques and KV format.
+    """
+    sizes = {name: engine.get(name, 1) for name in SIZES}
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    words += [str(Choice.model_validate(engine[k])) for k in ("quantizer", "attention", "speculator") if engine.get(k)]
+    kv = engine.get("kv_dtype", "auto")
+    words += [f"{kv} KV"] if kv not in ("auto", engine.get("dtype")) else []
+    words += more
+    devices = Layout(**sizes).devices
+    place = f"{devices} {device}" if devices > 1 else device
+    return (f"{many} x " if many else "") + place + (f" ({', '.join(words)})" if words else "")
+
+
+def recorded_in_words(device: str, config: Mapping[str, Any]) -> str:
+    """As `in_words`, of the configuration in the record of a run, with its fleet if it was one."""
+    fleet = config.get("fleet", {})
+    count, decode = fleet.get("replicas", 1), fleet.get("decode_replicas", 0)
+    many = f"{count} prefill + {decode} decode" if decode else str(count) if count > 1 else ""
+    more = [str(Choice.model_validate(fleet["router"]))] if "router" in fleet else []
+    more += [f"decode {name} {size}" for name, size in fleet.get("decode", {}).items() if name in SIZES]
+    for name in ("host", "shared"):
+        if (size := fleet.get(f"{name}_tier_bytes")) is not None:
+            more.append(f"{name} KV tier of {size / 2**30:.3g} GiB")
+    scaler = fleet.get("autoscaler")
+    more += [f"up to {scaler['max_replicas']} replicas"] if scaler else []
+    return in_words(device, config, many, more)
+
+
 Pool = Literal["engine", "prefill", "decode"]
 
-__all__ = ["KV_SHARE", "Autoscaler", "Failure", "Fleet", "Pool"]
+__all__ = ["KV_SHARE", "Autoscaler", "Failure", "Fleet", "Pool", "in_words", "recorded_in_words"]

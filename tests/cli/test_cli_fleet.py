@@ -31,6 +31,24 @@ def test_people_get_a_line_for_each_replica(cli: Callable) -> None:
     lines = [line.split() for line in out.splitlines()]
     assert [line[1] for line in lines if line[:1] in (["0"], ["1"], ["2"])] == ["prefill", "decode", "decode"]
     assert "KV handed over" in out and "20 GB/s per replica" in out
+    assert "llama-3.1-8b on 1 prefill + 2 decode x h100-sxm, continuous" in out
+
+
+def test_the_title_says_what_was_configured(cli: Callable) -> None:
+    sim = ("simulate", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--requests", "4", "--input-len", "64",
+           "--output-len", "8", "--no-save")  # fmt: skip
+    out = cli(*sim, "--tp", "4", "--quant", "fp8", "--kv-dtype", "fp8", "--speculator", "eagle", "--replicas", "2",
+              "--router", "prefix_aware").out  # fmt: skip
+    assert "llama-3.1-70b on 2 x 4 h100-sxm (tp 4, fp8, eagle, fp8 KV, prefix_aware), continuous + paged" in out
+
+
+def test_bands_of_latencies_and_traffic_above_capacity_are_said(cli: Callable) -> None:
+    words = ("simulate", "--model", "llama-3.1-8b", "--device", "l4", "--requests", "120", "--no-save")
+    out = cli(*words, "--rate", "20").out
+    assert "traffic is above capacity" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert len([line for line in lines if line[:3] == ["80", "%", "band"] and line.count("to") == 2]) == 4
+    assert "above capacity" not in cli(*words, "--rate", "0.5").out
 
 
 def test_failures_and_the_autoscaler_are_shown(cli: Callable) -> None:
