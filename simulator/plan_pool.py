@@ -2,7 +2,7 @@
 
 Invariants
 * Outcomes are the same wherever they are made; only their order may differ.
-* Children are spawned, never forked, ignore Ctrl-C and end with their pool; a cancel does not wait for the trials
+* Children are spawned, never forked, ignore Ctrl-C and end with their pool, or with a parent that was killed; a cancel does not wait for the trials
   that are running.
 * Closing a pool twice, or after a failure, is harmless.
 """
@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -84,11 +85,20 @@ def _start_child(question: dict[str, Any], recipe: tuple[Any, ...], stopped: Any
     for number in (signal.SIGINT, signal.SIGTERM):  # also sent to the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _stopped = stopped
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     registry = Registry(*recipe)
     set_default_registry(registry)
     _evaluator = Evaluator(Question.from_plain(question), registry)
     gc.freeze()  # the traffic stays, so it need not be looked through again and again
     gc.set_threshold(*RARELY)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed closes no pool; the pipe that it held tells."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _answer(trial: Trial) -> Outcome | None:
