@@ -79,6 +79,7 @@ def _device_word(session: Session, word: str) -> str:
 def _tries(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Values of the `--try` options, by field."""
     from twinfer.core.errors import ConfigError
+    from twinfer.simulator.plan_space import NOT_TRIED
 
     found: dict[str, list[Any]] = {}
     for text in texts:
@@ -86,7 +87,7 @@ def _tries(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         name = name.strip().replace("-", "_")
         if not eq:
             raise ConfigError("--try", text, "names no value", "write FIELD=VALUE, e.g. memory_fraction=0.95")
-        if name in ("model", "seed", "num_devices", "device", "op_time"):
+        if name in NOT_TRIED:
             raise ConfigError(
                 "--try", text, f"{name} is not tried this way", "use the option of that name, if there is one"
             )

@@ -59,6 +59,7 @@ def plan(
         raise ConfigError("--resume", None, "the file answers another question", "ask the one that is in it")
     evaluator = Evaluator(question, registry)
     _check_traffic(evaluator)
+    _check_designs(evaluator)
     result = Plan(question, dict(known.points) if known is not None else {}, [d.key for d in evaluator.designs])
     with open_pool(evaluator, workers, ray, should_stop) as pool:
         drive = Drive(evaluator, pool, result, out, on_progress or (lambda done, total, info: None), should_stop)
@@ -70,8 +71,20 @@ def plan(
     return result
 
 
+def _check_designs(evaluator: Evaluator) -> None:
+    """Where every design is a mistake, so is the question: raise that of the first."""
+    first = evaluator.mistake(evaluator.designs[0])
+    if first is not None and all(evaluator.mistake(design) is not None for design in evaluator.designs[1:]):
+        raise first
+
+
 def _check_traffic(evaluator: Evaluator) -> None:
     question, demand = evaluator.question, evaluator.demand
+    if evaluator.traffic.sessions and demand.num > 1 and demand.turns == demand.num:
+        raise ConfigError(
+            "--requests", demand.num, "all of them are turns of one session, so there is no rate to keep up with",
+            f"give more than {demand.num}, or fewer --turns",
+        )  # fmt: skip
     if evaluator.traffic.clients is None and demand.span <= 0:
         raise ConfigError(
             "--rate", question.workload.rate, "all requests arrive at once, so there is no rate to keep up with",

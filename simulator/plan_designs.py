@@ -128,7 +128,9 @@ def _alone(question: Question, name: str, value: Any) -> None:
     except ValidationError as error:
         wrong = first_mistake(error)
         if wrong.field == name:
-            raise ConfigError(option_of(name), value, wrong.problem, wrong.fix) from None
+            option = option_of(name)
+            given = f"{name}={value}" if option == "--try" else value
+            raise ConfigError(option, given, wrong.problem, wrong.fix) from None
 
 
 def _text(name: str, value: Any) -> str:
@@ -146,7 +148,7 @@ def label_of(design: Design, replicas: int) -> str:
     layout = config.layout
     per = f"{layout.devices} " if layout.devices > 1 else ""
     words = [f"{name} {size}" for name in ("tp", "pp", "cp", "dp", "ep") if (size := getattr(layout, name)) > 1]
-    for name in ("quantizer", "speculator"):
+    for name in ("quantizer", "attention", "speculator"):
         words += [_text(name, choice)] if (choice := getattr(config, name)) is not None else []
     words += [f"{config.kv_dtype} KV"] if config.kv_dtype != "auto" else []
     words.append(f"{config.max_num_batched_tokens} tokens a step")

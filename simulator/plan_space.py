@@ -30,6 +30,14 @@ FLEET_AXES = ("router", "pools", "host_tier")
 """Axes beside the fields of `EngineConfig`: which replica gets a request; `P:D` prefill and decode replicas, or
 `colocated`; bytes of host memory that keep KV of ended requests, or None."""
 
+NOT_TRIED = ("model", "device", "seed", "num_devices", "op_time")
+"""Fields of `EngineConfig` that --try does not take: they have options of their own, or follow from the others."""
+_OPTIONS = (
+    "model", "device", "tp", "pp", "dp", "ep", "cp", "max_num_seqs", "max_num_batched_tokens", "kv_dtype", "quantizer", "attention",
+    "scheduler", "kv_cache", "speculator", "host_kv_bytes", "op_time",
+)  # fmt: skip
+"""Those that have an option of their own; for all others there is --try."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -102,7 +110,7 @@ def check_question(question: Question, registry: Registry) -> None:
         raise ConfigError("--device", None, "no device to choose from", "name some, or leave it out for all of them")
     for name, values in question.axes.items():
         if name not in EngineConfig.model_fields and name not in FLEET_AXES:
-            known = ", ".join(n for n in (*EngineConfig.model_fields, *FLEET_AXES) if n != "model")
+            known = ", ".join(n for n in (*EngineConfig.model_fields, *FLEET_AXES) if n not in NOT_TRIED)
             raise ConfigError("--try", name, "no such field of a configuration", f"use one of {known}")
         if len(set(map(str, values))) < len(values):
             raise ConfigError(option_of(name), ",".join(map(str, values)), "a value is given twice", "give each once")
@@ -145,6 +153,8 @@ def default_devices(registry: Registry) -> tuple[str, ...]:
 
 def option_of(name: str) -> str:
     """The option of `twinfer plan` that says what the axis or field `name` is."""
+    if name in EngineConfig.model_fields and name not in _OPTIONS:
+        return "--try"
     return {"quantizer": "--quant", "host_kv_bytes": "--host-kv"}.get(name, "--" + name.replace("_", "-"))
 
 
@@ -155,6 +165,6 @@ def _plain(value: Any) -> Any:
 
 
 __all__ = [
-    "DEFAULT_SEEDS", "DEFAULT_SEQS", "DEFAULT_TOKENS", "DEFAULT_TP", "FLEET_AXES", "Question", "check_question",
+    "DEFAULT_SEEDS", "DEFAULT_SEQS", "DEFAULT_TOKENS", "DEFAULT_TP", "FLEET_AXES", "NOT_TRIED", "Question", "check_question",
     "default_devices", "devices_of_question", "option_of",
 ]  # fmt: skip

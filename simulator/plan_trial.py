@@ -29,7 +29,7 @@ from itertools import chain
 from typing import Any
 
 from twinfer.core.config import Choice
-from twinfer.core.errors import PluginError, TwinferError
+from twinfer.core.errors import DoesNotFit, PluginError, TwinferError
 from twinfer.core.fleet import Fleet
 from twinfer.core.op_time import OpTime
 from twinfer.core.recorder import Recorder
@@ -124,6 +124,18 @@ class Evaluator:
         """`load`, or the nearest at which there is a whole number of clients."""
         clients = self.traffic.clients
         return load if clients is None else max(1, round(clients * load)) / clients
+
+    def mistake(self, design: Design) -> TwinferError | None:
+        """Why `design` can never be built, on however large a device; None where it can, or is just too large for its own."""
+        if design.config is None:
+            return TwinferError(design.problem)
+        try:
+            self._world(design, 1.0)
+        except DoesNotFit:
+            return None
+        except TwinferError as error:
+            return error
+        return None
 
     # --- answering ------------------------------------------------------------------------------
 

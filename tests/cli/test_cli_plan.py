@@ -55,12 +55,15 @@ def test_a_trace_at_several_times_its_rate(cli: Callable, tmp_path: Path) -> Non
         ((*SLO, "--quant", "int3"), ("--quant", "known")), ((*SLO, "--kv-dtype", "fp99"), ("--kv-dtype",)),
         ((*SLO, "--price", "h100-sxm"), ("--price", "DEVICE=USD")), ((*SLO, "--price", "l4=1"), ("--price", "searched")),
         ((*SLO, "--try", "memory_fraction"), ("--try", "FIELD=VALUE")), ((*SLO, "--try", "colour=red"), ("--try", "colour")),
-        ((*SLO, "--try", "memory_fraction=7"), ("--memory-fraction",)), ((*SLO, "--try", "device=l4"), ("--try",)),
+        ((*SLO, "--try", "memory_fraction=7"), ("--try='memory_fraction=7'", "too large")), ((*SLO, "--try", "device=l4"), ("--try",)),
         ((*SLO, "--workers", "0"), ("--workers",)), ((*SLO, "--max-replicas", "0"), ("--max-replicas",)),
         ((*SLO, "--concurrency", "4"), ("--concurrency",)), ((*SLO, "--resume", "missing.json"), ("--resume",)),
         ((*SLO, "--stop-at-eos"), ("--stop-at-eos",)),
         ((*SLO, "--price", "h100-sxm=1", "--price", "h100=2"), ("--price", "before")),
-        ((*SLO, "--try", "tp=4"), ("--try='tp=4'", "--tp")),
+        ((*SLO, "--try", "tp=4"), ("--try='tp=4'", "--tp")), ((*SLO, "--try", "dtype=3"), ("--try='dtype=3'",)),
+        ((*SLO, "--speculator", "draft"), ("--speculator", "draft:model=NAME")), ((*SLO, "--pp", "33,64"), ("--pp=33", "32 layers")),
+        ((*SLO, "--ep", "2"), ("--ep=2",)), ((*SLO, "--dp", "2"), ("--dp=2",)), ((*SLO, "--try", "num_kv_blocks=1"), ("--num-kv-blocks=1",)),
+        ((*SLO, "--turns", "100"), ("--requests=40", "turns of one session", "--turns")),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(cli: Callable, more: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -79,6 +82,18 @@ def test_a_device_file_that_has_the_name_of_another_is_searched_as_itself(cli: C
     assert set(fleets) == {"h100-sxm", str(shadow)} and str(shadow) in fleets[str(shadow)]["label"]
     assert fleets[str(shadow)]["values"]["ttft.p50"] > 1.5 * fleets["h100-sxm"]["values"]["ttft.p50"]
     assert {name: f["price_per_hour"] for name, f in fleets.items()} == {"h100-sxm": 2, str(shadow): 1}
+
+
+def test_only_a_question_that_is_all_mistakes_is_one(cli: Callable) -> None:
+    found = cli(*PLAN, *SLO, "--speculator", "none", "--speculator", "draft", "--json").json
+    assert found["answer"]["fleets"] and any("draft:model=NAME" in why for why in found["verdicts"].values())
+    large = [word.replace("-8b", "-70b") for word in PLAN]
+    assert cli(*large, *SLO, "--json").code == 3  # well formed, and too large for the device
+
+
+def test_the_fields_to_try_are_those_that_are_taken(cli: Callable) -> None:
+    words = cli(*PLAN, *SLO, "--try", "colour=red").err
+    assert "memory_fraction" in words and "seed" not in words and "num_devices" not in words
 
 
 def test_a_model_is_needed_and_a_resumed_question_is_not_asked_twice(cli: Callable, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.goal import Goal
 from twinfer.core.workload import Workload
 from twinfer.simulator.plan_answer import Fleet, front_of, next_limit
-from twinfer.simulator.plan_designs import Design, designs_of
+from twinfer.simulator.plan_designs import Design, designs_of, label_of
 from twinfer.simulator.plan_edge import HINTS, Search, smallest
 from twinfer.simulator.plan_search import Found, confirm_device, finish_device, needed, screen_device
 from twinfer.simulator.plan_space import Question
@@ -228,6 +228,12 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int, int]]) -> 
         if any((a <= c and b >= g and s <= t) and (a, b, s) != (c, g, t) for a, b, s in points)
     }  # fmt: skip
     assert front_of(fleets, GOALS) == set(range(len(points))) - beaten
+
+
+def test_a_label_names_every_technique() -> None:
+    config = EngineConfig(model="llama-3.1-8b", quantizer="fp8", attention="mla", speculator="ngram", kv_dtype="int4")
+    label = label_of(Design(index=0, key="k", device="d", changes={}, config=config), 2)
+    assert label == "2 x d (fp8, mla, ngram, int4 KV, 2048 tokens a step)"
 
 
 def test_the_next_limit_is_what_requests_wait_for() -> None:
