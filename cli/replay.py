@@ -127,7 +127,7 @@ def correct(
     as_json: bool,
 ) -> None:  # fmt: skip
     """`twinfer calibrate --from RUN`: replay, attribute, and store the correction in a device file."""
-    from twinfer.core.device import GENERIC, LOCAL, calibrated_path, load_device, write_device
+    from twinfer.core.device import GENERIC, LOCAL, calibrated_path, check_device_out, load_device, write_device
     from twinfer.core.errors import ConfigError
     from twinfer.simulator import attribute as parts
 
@@ -148,6 +148,8 @@ def correct(
                 "say where to store the corrected one",
             )
         to = calibrated_path()
+    else:
+        check_device_out("--to", to)
     plain = parts.without_corrections(base)
     found = replayed(session, record, config, plain)
     before = parts.attribute(found)

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,7 @@ from twinfer.core.data_file import NumbersOfAFile, read_numbers
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
 from twinfer.core.link import load_link, load_link_if_known
+from twinfer.core.replace_file import check_replaceable, replace_file
 
 if TYPE_CHECKING:
     from twinfer.core.registry import Registry
@@ -252,7 +254,10 @@ def write_device(spec: DeviceSpec, path: str | Path) -> Path:
     """Store `spec` as JSON (replacing an older file in one move), readable by `read_device`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    replace_file(path, spec.model_dump_json(indent=1) + "\n")
     return path
+
+
+def check_device_out(option: str, path: Path) -> None:
+    """Raise ConfigError unless a device file may be written to `path`, which a user named with `option`."""
+    check_replaceable(option, path, "a device file", lambda begin: re.match(r'\s*\{\s*"name"\s*:', begin) is not None)

@@ -10,10 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.replace_file import check_replaceable, replace_file
 from twinfer.core.run_files import plain
 from twinfer.simulator.plan_answer import Answer
 from twinfer.simulator.plan_search import why_not
@@ -61,38 +60,18 @@ class Plan:
         return data
 
     def write(self, path: Path) -> None:
-        """Replace the file at `path` in one move; a failure leaves nothing behind. Raises ConfigError."""
-        part = path.with_name(path.name + ".part")
+        """Replace the file at `path`. Raises ConfigError."""
         try:
-            part.write_text(json.dumps(self.plain(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            part.replace(path)
+            replace_file(path, json.dumps(self.plain(), indent=1, allow_nan=False) + "\n")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             raise ConfigError(
                 "--out", str(path), f"cannot be written ({error.strerror})", "give another file"
             ) from None
 
 
 def check_out(path: Path) -> None:
-    """Raise ConfigError unless a plan may be written to `path`: its folder is there, and it is new, empty or a plan."""
-    if not path.parent.is_dir():
-        raise ConfigError(
-            "--out", str(path), f"there is no folder {str(path.parent)!r}", "make it, or give another file"
-        )
-    try:
-        if not os.path.lexists(path):
-            return
-        if not path.is_file():
-            raise ConfigError("--out", str(path), "is no regular file", "give another file")
-        with path.open(encoding="utf-8", errors="replace") as file:
-            begin = file.read(200)
-    except OSError as error:
-        raise ConfigError("--out", str(path), f"cannot be read ({error.strerror})", "give another file") from None
-    if begin and not _BEGIN.match(begin):
-        raise ConfigError(
-            "--out", str(path), "holds something else than a plan, and would be replaced", "give another file, or move it away"
-        )  # fmt: skip
+    """Raise ConfigError unless a plan may be written to `path`."""
+    check_replaceable("--out", path, "a plan", lambda begin: _BEGIN.match(begin) is not None)
 
 
 def _digest(question: Mapping[str, Any], points: Sequence[Any]) -> str:

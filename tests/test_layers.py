@@ -33,6 +33,7 @@ EDGE = {
     "cache_folder": "knows where the platform keeps caches",
     "host": "asks the system for its CPU and compilers",
     "hub": "finds and fetches checkpoints of the model hub",
+    "replace_file": "replaces files that a user names",
     "run_store": "keeps runs on disk",
     "run_files": "reads and writes the files of a run",
 }

@@ -47,6 +47,14 @@ def test_no_run_to_replay_says_what_makes_one(cli: Callable, tmp_path: Path) -> 
 def test_a_run_corrects_a_device_file(cli: Callable, stored: str, tmp_path: Path) -> None:
     cli("calibrate", "--from", stored, "--runs-dir", tmp_path).is_error("--from", "run `twinfer calibrate` first")
     cli("calibrate", "--from", stored, "--device", "h100-sxm", "--runs-dir", tmp_path).is_error("--to", "h100-sxm")
+    (tmp_path / "notes.json").write_text('{"kind": "notes"}')
+    for other, why in (
+        (tmp_path / "notes.json", "is not a device file"),
+        (tmp_path / "no" / "x.json", "no folder"),
+        (tmp_path, "no regular file"),
+    ):
+        cli("calibrate", "--from", stored, "--runs-dir", tmp_path, "--to", other).is_error("--to", why)
+    assert (tmp_path / "notes.json").read_text() == '{"kind": "notes"}'
     to = tmp_path / "mine.json"
     answer = cli("calibrate", "--from", stored, "--runs-dir", tmp_path, "--to", to, "--json").json
     assert answer["path"] == str(to) and answer["after"]["duration"]["error"] == pytest.approx(0, abs=1e-3)

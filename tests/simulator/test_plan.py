@@ -409,7 +409,7 @@ def test_nothing_but_a_plan_is_replaced_and_a_failed_write_leaves_nothing(
     for fine in ("new.json", "empty.json", "old.json"):
         check_out(tmp_path / fine)
     for path, why in (
-        (tmp_path / "mine.json", "something else than a plan"), (tmp_path, "no regular file"), (Path("/dev/null"), "no regular file"),
+        (tmp_path / "mine.json", "is not a plan, and would be replaced"), (tmp_path, "no regular file"), (Path("/dev/null"), "no regular file"),
         (tmp_path / "no" / "x.json", "no folder"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"--out.*{why}"):
