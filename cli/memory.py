@@ -19,6 +19,13 @@ def add_commands(app: typer.Typer) -> None:
 
 
 DEFAULT_CONTEXT = 4096
+_ROWS = {
+    "weight_bytes": "weights", "kv_bytes_per_token": "KV per token", "kv_bytes": "KV", "state_bytes": "states",
+    "activation_bytes": "activations", "library_bytes": "libraries", "outside_bytes": "context, graphs",
+    "total_bytes": "total", "all_weight_bytes": "",
+}  # fmt: skip
+_IF_ANY = ("state_bytes", "library_bytes", "outside_bytes")
+"""Rows that are left out where there is nothing of it."""
 SAMPLED = 256  # requests whose lengths stand for a distribution
 
 
@@ -32,7 +39,9 @@ def memory(
     ],
     context: Annotated[
         int | None,
-        typer.Option(help="Prompt plus output tokens of a sequence; 4096, or the model's context if that is less."),
+        typer.Option(
+            help="Prompt plus output tokens of a sequence; the longest of --input-len and --output-len, else 4096 or the model's context."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     input_len: Annotated[
@@ -104,12 +113,16 @@ def memory(
 
 
 def _print(answer: dict[str, Any]) -> None:
-    each = " per device" if answer["num_devices"] > 1 else ""
+    each = ", per device" if answer["num_devices"] > 1 else ""
     table = show.new_table(f"{answer['model']}, {answer['batch']} x {answer['context']} tokens{each}", "", "", "")
-    for name in ("weight_bytes", "kv_bytes_per_token", "kv_bytes", "state_bytes", "activation_bytes", "total_bytes"):
-        equation = answer["equations"].get(name, "")
-        if answer[name] or name != "state_bytes":
-            table.add_row(name.removesuffix("_bytes").replace("_", " "), show.size(answer[name]), equation)
+    for name, title in _ROWS.items():
+        if name == "total_bytes" and "device" not in answer:
+            title = "total without libraries, context"
+        if name == "all_weight_bytes":
+            title = f"weights of all {answer['num_devices']} devices"
+        shown = answer["num_devices"] > 1 if name == "all_weight_bytes" else answer[name] or name not in _IF_ANY
+        if shown:
+            table.add_row(title, show.size(answer[name]), answer["equations"][name])
     show.print_table(table)
     if "note" in answer:
         print(f"note: {answer['note']}")
@@ -168,7 +181,7 @@ def memory_answer(
     """Memory of one rank as JSON data, in bytes; each of `equations` evaluates to the number of its name.
 
     kv_bytes: of `batch` sequences of `context` tokens, without block rounding; what has left a window is not there.  total_bytes: weights, those,
-    states and activations.  Of several unlike ranks it is the one that decides; `ranks` has each kind.  With a device:
+    states, activations, and with a device its libraries, context and graphs; all_weight_bytes: of all ranks.  Of several unlike ranks it is the one that decides; `ranks` has each kind.  With a device:
     whether one sequence fits, the pool the engine would have there, and what would make it fit (`fixes`).
     typical: options of a synthetic workload whose lengths are expected.
     """
@@ -191,8 +204,9 @@ def memory_answer(
         if given is not None and not 1 <= given <= most:
             raise ConfigError(option, given, "out of range", f"give 1 to {figure(most)}")
     plain = resolve_spec(model)
+    lengths = _typical_lengths(typical, plain)
     if context is None:
-        context = min(DEFAULT_CONTEXT, plain.max_context)
+        context = max(lengths, default=min(DEFAULT_CONTEXT, plain.max_context))
     fields: dict[str, Any] = {
         "model": model,
         "memory_fraction": memory_fraction,
@@ -211,7 +225,6 @@ def memory_answer(
         raise ConfigError(
             "--cp", config.cp, f"{context} tokens of context are too few to share", f"give at most {context}"
         )
-    lengths = _typical_lengths(typical, plain)
     if lengths and device is None:
         raise ConfigError("--input-len", typical["input_len"], "what fits is asked of no device", "give --device too")
     registry = session.registry
@@ -239,16 +252,25 @@ def memory_answer(
         per_layer = rank.per_token / rank.num_kv_layers
         kv_bytes = here * sum(kept * count for kept, count in layers.items()) * per_layer
         equation = f"{here} * ({' + '.join(f'{count} * {kept}' for kept, count in layers.items())}) * {per_layer!r}"
-    states = here * spec.state_bytes_per_seq(config.tp) * len(rank.layers) / spec.num_layers
+    per_seq = spec.state_bytes_per_seq(config.tp)
+    states = here * per_seq * len(rank.layers) / spec.num_layers
     answer: dict[str, Any] = {
         "model": spec.name, "attention": spec.variant, "dtype": spec.dtype, "kv_dtype": spec.kv_dtype, "tp": config.tp,
         "layout": str(config.layout), "num_devices": config.layout.devices, "context": context, "batch": batch,
         "kv_bytes_per_token": rank.per_token, "kv_bytes": kv_bytes, "state_bytes": states, "weight_bytes": rank.weights,
-        "activation_bytes": rank.activations, "total_bytes": rank.weights + kv_bytes + states + rank.activations,
+        "activation_bytes": rank.activations, "library_bytes": rank.libraries, "outside_bytes": rank.outside,
+        "total_bytes": rank.weights + kv_bytes + states + rank.activations + rank.libraries + rank.outside,
+        "all_weight_bytes": sum(r.ranks * r.weights for r in ranks),
     }  # fmt: skip
-    equations = {"kv_bytes": equation}
+    equations = {
+        "kv_bytes": equation, "state_bytes": f"{here} * {per_seq!r} * {len(rank.layers)} / {spec.num_layers}",
+        "library_bytes": f"{room.libraries} + {rank.libraries - room.libraries}",
+        "outside_bytes": f"{rank.runtime} + {rank.graphs}",
+        "total_bytes": f"{rank.weights} + {kv_bytes!r} + {states!r} + {rank.activations} + {rank.libraries} + {rank.outside}",
+        "all_weight_bytes": " + ".join(f"{r.ranks} * {r.weights}" for r in ranks),
+    }  # fmt: skip
     of_rank = rank_equations(spec, config, rank, paging.block_size)
-    equations |= {name: of_rank[name] for name in ("kv_bytes_per_token", "weight_bytes")}
+    equations |= {name: of_rank[name] for name in ("kv_bytes_per_token", "weight_bytes", "activation_bytes")}
     if device is not None:
         answer |= {"device": on.name, "device_memory_bytes": room.memory, "block_size": paging.block_size,
                    "num_blocks": None, "expected_concurrency": None, "fixes": [],

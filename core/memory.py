@@ -27,7 +27,17 @@ from twinfer.core.dtypes import dtype_bytes
 from twinfer.core.errors import ConfigError
 from twinfer.core.layout import Layout
 from twinfer.core.memory_fixes import Adapt, Fix, Others, Question, does_not_fit, fixes_for, trials
-from twinfer.core.memory_parts import UNBOUNDED, RankMemory, Room, activation_bytes, fullest, gib, ranks_of
+from twinfer.core.memory_parts import (
+    UNBOUNDED,
+    RankMemory,
+    Room,
+    activation_bytes,
+    activation_equation,
+    cut,
+    fullest,
+    gib,
+    ranks_of,
+)
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -330,9 +340,13 @@ def rank_equations(spec: ModelSpec, config: EngineConfig, rank: RankMemory, bloc
     else:
         blocks = f"{groups}int(max(0, {ceiling} - ({held})) // {block})"
     experts = f" + {routed!r} * {routed_bits!r}" if routed else ""
+    last = rank.stage == rank.num_stages - 1
     return {
         "kv_bytes_per_token": per_token,
         "weight_bytes": f"int(({linears!r} * {linear_bits!r}{experts} + ({tables} + {norms}) * {other_bits!r}) / 8)",
+        "activation_bytes": activation_equation(
+            cut(spec, rank.layers), config.max_num_batched_tokens, config.max_num_seqs, config.layout, logits=last
+        ),
         "bytes_per_block": f"{block_size} * {rank.per_slot!r}",
         "num_blocks": blocks,
     }

@@ -260,8 +260,7 @@ def activation_bytes(
     """
     layout = Layout(layout) if isinstance(layout, int) else layout
     act, h = dtype_bytes(spec.dtype), spec.hidden_size
-    tokens = -(-max_num_batched_tokens // layout.cp)
-    rows = -(-min(max_num_seqs, max_num_batched_tokens) // layout.dp)
+    tokens, rows = _of_step(max_num_batched_tokens, max_num_seqs, layout)
     kept = experts_width(spec, layout) * tokens * act
     if layout.pp > 1:
         kept += 2 * tokens * h * act
@@ -269,6 +268,26 @@ def activation_bytes(
     if logits:
         widest = max(widest, tokens * h * act + rows * spec.vocab_size * (act + LOGIT_COPIES * dtype_bytes("float32")))
     return int(kept + widest)
+
+
+def activation_equation(
+    spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, layout: Layout, *, logits: bool
+) -> str:
+    """Arithmetic of `activation_bytes`; evaluates to it."""
+    act, h = repr(dtype_bytes(spec.dtype)), spec.hidden_size
+    tokens, rows = _of_step(max_num_batched_tokens, max_num_seqs, layout)
+    kept = f"{width!r} * {tokens} * {act} + " if (width := experts_width(spec, layout)) else ""
+    kept += f"2 * {tokens} * {h} * {act} + " if layout.pp > 1 else ""
+    widest = f"{tokens} * (2 * {h} + {layer_width(spec, layout.tp)}) * {act}"
+    if logits:
+        copies = f"{LOGIT_COPIES} * {dtype_bytes('float32')!r}"
+        widest = f"max({widest}, {tokens} * {h} * {act} + {rows} * {spec.vocab_size} * ({act} + {copies}))"
+    return f"int({kept}{widest})"
+
+
+def _of_step(max_num_batched_tokens: int, max_num_seqs: int, layout: Layout) -> tuple[int, int]:
+    """(tokens, rows) of the largest step on one rank."""
+    return -(-max_num_batched_tokens // layout.cp), -(-min(max_num_seqs, max_num_batched_tokens) // layout.dp)
 
 
 def layer_width(spec: ModelSpec, tp: int) -> int:

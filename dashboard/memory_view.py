@@ -85,7 +85,7 @@ class MemoryView:
         texts = rank_equations(self.spec, self.config, rank, self.paging.block_size)
         values = {
             "kv_bytes_per_token": rank.per_token, "weight_bytes": rank.weights,
-            "bytes_per_block": self.paging.block_size * rank.per_slot,
+            "activation_bytes": rank.activations, "bytes_per_block": self.paging.block_size * rank.per_slot,
             "num_blocks": self.config.dp * rank.blocks(self.paging.block_size),
         }  # fmt: skip
         if self.budget is not None and (self.config.num_kv_blocks or self.config.kv_memory_bytes):

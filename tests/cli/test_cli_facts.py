@@ -41,8 +41,18 @@ def test_halving_the_kv_dtype_halves_kv_and_leaves_weights(cli: Callable) -> Non
 
 
 def test_every_equation_evaluates_to_its_number(cli: Callable) -> None:
-    answer = cli("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--tp", "4", "--json").json
-    assert {"kv_bytes", "kv_bytes_per_token", "weight_bytes", "num_blocks"} <= answer["equations"].keys()
+    args = ("memory", "--model", "llama-3.1-70b", "--device", "h100-sxm", "--tp", "4")
+    answer = cli(*args, "--json").json
+    shown = {name for name in answer if name.endswith(("_bytes", "per_token"))} - {
+        "device_memory_bytes",
+        "kv_pool_bytes",
+    }
+    assert {*shown, "num_blocks"} <= answer["equations"].keys() and "activation_bytes" in shown
+    parts = ("weight_bytes", "kv_bytes", "state_bytes", "activation_bytes", "library_bytes", "outside_bytes")
+    assert answer["total_bytes"] == sum(answer[name] for name in parts) and answer["library_bytes"] > 2 * 2**30
+    assert answer["all_weight_bytes"] == 4 * answer["weight_bytes"]
+    out = cli(*args).out
+    assert "weights of all 4 devices" in out and "libraries" in out and "per device" in out
     for name, equation in answer["equations"].items():
         if name in answer:
             assert eval(equation, {"int": int, "max": max}) == answer[name], name
@@ -62,6 +72,12 @@ def test_every_rank_of_a_layout_and_typical_lengths(cli: Callable) -> None:
     assert answer["worst_case_concurrency"] == answer["num_blocks"] / 512
     out = cli(*args, "--input-len", "1000", "--output-len", "200").out
     assert "stage 1 of 2" in out and "of the lengths expected" in out
+
+
+def test_typical_lengths_are_the_question_where_no_context_is_given(cli: Callable) -> None:
+    args = ("memory", "--model", "gemma-3-27b", "--device", "h100-sxm", "--input-len", "200", "--output-len", "200")
+    assert "gemma-3-27b, 1 x 400 tokens" in cli(*args).out
+    assert cli(*args, "--json").json["max_model_len"] == 400
 
 
 def test_fixes_are_part_of_the_answer(cli: Callable) -> None:

@@ -116,7 +116,7 @@ def test_shown_equations_evaluate_to_the_shown_numbers(name: str, tp: int) -> No
             spec, 2**41, config(name, tp=tp, **pinned), expected_lengths=[700, 90], max_request_tokens=1000,
             runtime_bytes=5 * 10**8, graph_bytes=10**8, groups=groups,
         )  # fmt: skip
-        assert {"num_blocks", "kv_bytes_per_token", "bytes_per_block", "weight_bytes", "worst_case_concurrency",
+        assert {"num_blocks", "kv_bytes_per_token", "bytes_per_block", "weight_bytes", "activation_bytes", "worst_case_concurrency",
                 "expected_concurrency"} == set(found.equations)  # fmt: skip
         for number, text in found.equations.items():
             assert eval(text, {"__builtins__": {"int": int, "max": max}}) == getattr(found, number), number
@@ -313,7 +313,7 @@ def test_every_rank_of_every_layout_evaluates_to_its_numbers(name: str) -> None:
         for rank in found.ranks:
             numbers = {
                 "kv_bytes_per_token": rank.per_token, "weight_bytes": rank.weights, "bytes_per_block": 16 * rank.per_slot,
-                "num_blocks": layout.dp * rank.blocks(16),
+                "num_blocks": layout.dp * rank.blocks(16), "activation_bytes": rank.activations,
             }  # fmt: skip
             for number, text in rank_equations(spec, chosen, rank, 16).items():
                 assert eval(text, {"__builtins__": {"int": int, "max": max}}) == numbers[number], (layout, number)

@@ -95,7 +95,7 @@ def test_the_equation_that_is_shown_evaluates_to_the_number_that_is_shown(page):
     text, _, value = first.removeprefix("num_blocks = ").partition("\n           = ")
     assert eval(text, CODE) == int(value)
     lines = [line for block in rest for line in block.splitlines() if " = " in line]
-    assert len(lines) == 3 * 4, "three stages"
+    assert len(lines) == 3 * 5, "three stages"
     for line in lines:
         _, text, value = line.split(" = ")
         assert eval(text, CODE) == float(value)
