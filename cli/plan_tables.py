@@ -58,7 +58,7 @@ def money(value: float | None) -> str:
 def _fleets_table(fleets: Sequence[Fleet]) -> Any:
     table = show.new_table(
         "cheapest fleet of every device (* no other is better in cost, goodput and every promise)",
-        "", "devices", "US$/h", "US$/1M tok", "goodput", "of it in use", "power", "J/tok", "next limit",
+        "", "devices", "US$/h", "US$/1M tok", "goodput", "of it in use", "power (busiest)", "J/tok (busiest)", "next limit",
     )  # fmt: skip
     table.columns[8].justify = "left"
     for fleet in fleets:

@@ -19,7 +19,7 @@ from typing import Any
 
 from twinfer.core.device import DeviceSpec
 from twinfer.core.goal import Goal
-from twinfer.simulator.energy import IDLE, joules_per_token
+from twinfer.simulator.energy import joules_per_token
 from twinfer.simulator.plan_bound import Demand
 from twinfer.simulator.plan_designs import Design, label_of
 from twinfer.simulator.plan_search import Found, time_of
@@ -36,7 +36,7 @@ CROWDED = 0.3  # share of the time with requests waiting at a limit, from which 
 class Fleet:
     """One confirmed fleet, of one device type. Money in US$, times in s, `band` of the middle 80 %.
 
-    Cost, rates, power and `busy` are means over all of the traffic, times are those of its busiest part.
+    Cost and rates are means over all of the traffic; times, `busy`, watts and joules_per_token are of its busiest part.
     cost_per_million: per million output tokens of requests that kept every limit.  goodput: largest rate in
     requests per s at which the promises are kept in every draw (goodput_spread: the least and the most of them); clients:
     of a closed loop, as many as it then serves.  next_limit: what breaks above it.
@@ -101,32 +101,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a fleet works on average over all of the traffic, of which it may have seen its busiest part alone.
-
-    work: times as many tokens per s as there, which its steps and power follow.
-    """
+    """What a fleet serves on average over all of the traffic, of which it may have seen the busiest part alone."""
 
     requests_per_second: float
     tokens_per_second: float
     good_tokens: float
-    work: float
 
     @classmethod
     def of(cls, outcome: Outcome, all_of_it: Demand, part: Demand) -> Pace:
         """all_of_it: the traffic as given.  part: what of it an outcome is of, at least."""
         requests, tokens = outcome.requests_per_second, outcome.tokens_per_second
         if part.num == all_of_it.num or not tokens:
-            return cls(requests, tokens, outcome.good_tokens, 1.0)
+            return cls(requests, tokens, outcome.good_tokens)
         mean = all_of_it.rate * all_of_it.output
-        work = all_of_it.rate * (all_of_it.fed + all_of_it.output) / (requests * (part.fed + part.output))
-        return cls(all_of_it.rate, mean, mean * outcome.good_tokens / tokens, work)
-
-    def watts(self, outcome: Outcome, device: DeviceSpec) -> float | None:
-        """Of a device: what it draws when idle stays, the rest is as much as it works."""
-        if outcome.watts is None or device.tdp_watts is None:
-            return None
-        idle = IDLE * device.tdp_watts
-        return min(device.tdp_watts, idle + self.work * (outcome.watts - idle))
+        return cls(all_of_it.rate, mean, mean * outcome.good_tokens / tokens)
 
 
 def fleet_of(found: Found, question: Question, device: DeviceSpec, demand: Demand, part: Demand) -> Fleet:
@@ -145,7 +133,6 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, demand: Deman
         for n in outcome.values
     }
     pace = Pace.of(outcome, demand, part)
-    watts = pace.watts(outcome, device)
     goodputs = [demand.rate * load for load in (found.loads or [found.load])]
     clients = None
     if question.workload.concurrency is not None:
@@ -160,9 +147,9 @@ def fleet_of(found: Found, question: Question, device: DeviceSpec, demand: Deman
         goodput=min(goodputs), goodput_spread=(min(goodputs), max(goodputs)), clients=clients, headroom=found.load - 1,
         values=dict(outcome.values), spread=spread, seeds=len(draws), band=band,
         band_keeps=bool(found.slow) and all(o.keeps(question.goals) for o in found.slow), attained=outcome.attained,
-        busy=min(1.0, outcome.busy * pace.work), requests_per_second=pace.requests_per_second,
-        tokens_per_second=pace.tokens_per_second, watts=None if watts is None else watts * found.num_devices,
-        joules_per_token=joules_per_token(watts, found.num_devices, pace.tokens_per_second),
+        busy=outcome.busy, requests_per_second=pace.requests_per_second, tokens_per_second=pace.tokens_per_second,
+        watts=None if outcome.watts is None else outcome.watts * found.num_devices,
+        joules_per_token=joules_per_token(outcome.watts, found.num_devices, outcome.tokens_per_second),
         next_limit=next_limit(found.breaks, question.goals, design, found.load) if found.loads else UNKNOWN,
         backlog=max(draw.backlog for draw in draws),
     )  # fmt: skip
