@@ -5,7 +5,7 @@ Invariants
 * Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback.
 * A question that was answered with no (it does not fit, no fleet will do) ends with exit code 3, also with `--json`,
   whichever command asked it.
-* With `--json`, stdout holds one JSON document and nothing else; progress and notes go to stderr.
+* With `--json`, stdout holds one JSON document and nothing else; progress, notes and what plugins print go to stderr.
 * Ctrl-C ends with exit code 130 and says so: at once while nothing has begun, else after the part that is done has been
   saved.
 """
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from twinfer.cli import calibrate, demo, explain, facts, memory, plan, plugins, quality, replay, runs, serve
+from twinfer.cli import calibrate, demo, explain, facts, memory, plan, plugins, quality, replay, runs, serve, show
 from twinfer.cli.session import Session
 from twinfer.cli.show import NO
 from twinfer.cli.usage import UsageError, check_options, message_of
@@ -115,6 +115,8 @@ def _global(
         raise typer.Exit()
     ctx.obj = Session(plugin_module or (), plugins_dir or ())
     name, command, words = ctx.meta[_WORDS]
+    if "--json" in words and name in _commands().commands:  # a plugin's command prints what it likes
+        ctx.with_resource(show.document_alone())
     check_options(command, type(ctx)(command, info_name=name, parent=ctx), words)
 
 

@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +27,8 @@ NO = 3
 """Exit code of a question that was answered, with no: it does not fit, no fleet will do."""
 STOPPED = 130
 """Exit code after Ctrl-C, as shells report it."""
+
+_document: ContextVar[TextIO | None] = ContextVar("stdout of the document", default=None)
 
 OnProgress = Callable[[int, int, Mapping[str, Any]], None]
 
@@ -47,8 +50,21 @@ def print_json(value: Any) -> None:
     """One document on stdout, without NaN or Infinity."""
     from twinfer.core.run_files import plain
 
-    json.dump(plain(value), sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    out = _document.get() or sys.stdout
+    json.dump(plain(value), out, indent=2, allow_nan=False)
+    out.write("\n")
+    out.flush()
+
+
+@contextlib.contextmanager
+def document_alone() -> Iterator[None]:
+    """Stdout is for `print_json` alone: what else is printed, by plugins for one, goes to stderr."""
+    before = _document.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _document.reset(before)
 
 
 def print_table(table: Table) -> None:
@@ -311,6 +327,6 @@ def interruptible(keeps: bool = True) -> Iterator[Interrupt]:
 
 
 __all__ = [
-    "NO", "STOPPED", "Interrupt", "OnProgress", "comparison_table", "interruptible", "metric", "new_table", "note", "number",
+    "NO", "STOPPED", "Interrupt", "OnProgress", "comparison_table", "document_alone", "interruptible", "metric", "new_table", "note", "number",
     "percent", "print_json", "print_table", "progress", "record_tables", "runs_table", "seconds", "size", "title",
 ]  # fmt: skip

@@ -86,6 +86,7 @@ def _start_child(question: dict[str, Any], recipe: tuple[Any, ...], stopped: Any
         signal.signal(number, signal.SIG_IGN)
     _stopped = stopped
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.stdout = sys.stderr  # what plugins print here is none of the parent's answer
     registry = Registry(*recipe)
     set_default_registry(registry)
     _evaluator = Evaluator(Question.from_plain(question), registry)

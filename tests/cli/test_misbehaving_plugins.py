@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +16,10 @@ SIMULATE = (
 )  # fmt: skip
 MEMORY = ("memory", "--model", "smollm2-135m", "--device", "h100-sxm")
 EXPLAIN = ("explain", "--model", "smollm2-135m", "--device", "h100-sxm")
+PLAN = (
+    "plan", "--model", "smollm2-135m", "--device", "h100-sxm", "--tp", "1", "--rate", "1", "--requests", "20", "--input-len", "64",
+    "--output-len", "4", "--slo", "ttft.p90<=0.5", "--max-replicas", "1",
+)  # fmt: skip
 HEAD = """import sys
 from twinfer import Technique, Want, hookimpl
 from twinfer.core.op_time import OpTime
@@ -119,8 +126,7 @@ def test_what_a_plugin_breaks_is_one_line_that_names_it(
 def test_the_end_of_a_process_is_no_answer_wherever_it_comes_from(cli: Callable, tmp_path: Path) -> None:
     """`sys.exit(0)` in a plugin is neither success nor, with 3, the answer no."""
     chosen = plugin(tmp_path, "scheduler", f"def propose(self, view): {EXIT}")
-    question = ("plan", *SIMULATE[1:], "--slo", "ttft.p90<=0.5", "--max-replicas", "1", "--tp", "1", "--workers", "1")
-    cli(*question, *chosen).is_error("'odd' failed in propose: SystemExit")
+    cli(*PLAN, "--workers", "1", *chosen).is_error("'odd' failed in propose: SystemExit")
     checked = cli(*chosen[:2], "plugins", "check", "odd")
     assert checked.code == 1 and "SystemExit" in checked.out
     chosen = plugin(tmp_path, "scheduler", "", "    sys.exit(3)")
@@ -148,3 +154,55 @@ def test_a_technique_that_cannot_say_whether_it_serves_is_listed_so(cli: Callabl
     rows = cli(*chosen[:2], "plugins", "--json").json["techniques"]
     found = next(row for row in rows if row["name"] == "odd")
     assert not found["usable"] and "failed in why_not: ZeroDivisionError" in found["why_not"][0]
+
+
+LOUD = "print('loading')\n\n@hookimpl\ndef on_step(plan, result): print('a step')\n"
+LOUD_SCHEDULER = """def __init__(self, options):
+        print('made')
+        super().__init__(options)
+
+    def order(self, seq):
+        print('asked')
+        return super().order(seq)"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (SIMULATE, "asked"),
+        (MEMORY, "loading"),
+        (EXPLAIN, "loading"),
+        (("plugins",), "loading"),
+        (("plugins", "list"), "loading"),
+        (("plugins", "check", "odd"), "asked"),
+        (("devices",), "loading"),
+        ((*PLAN, "--workers", "1"), "asked"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_what_plugins_print_is_no_part_of_the_document(
+    cli: Callable, tmp_path: Path, command: tuple[str, ...], said: str
+) -> None:
+    chosen = plugin(tmp_path, "scheduler", LOUD_SCHEDULER, LOUD)
+    ran = cli(*command, *(chosen if command[0] in ("simulate", "plan") else chosen[:2]), "--json")
+    assert ran.json and said in ran.err
+    assert cli("plugins", *chosen[:2]).out.startswith("loading")  # people read both
+
+
+def test_children_of_a_search_print_to_stderr_too(tmp_path: Path) -> None:
+    chosen = plugin(tmp_path, "scheduler", LOUD_SCHEDULER, LOUD)
+    done = subprocess.run(
+        [sys.executable, "-m", "twinfer.cli.main", *PLAN, "--workers", "2", *chosen, "--json", "--out", str(tmp_path / "p.json")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and json.loads(done.stdout) and "asked" in done.stderr, done.stderr
+
+
+def test_a_command_of_a_plugin_keeps_its_stdout(cli: Callable, tmp_path: Path) -> None:
+    (tmp_path / "greet.py").write_text(
+        "from twinfer import Technique, hookimpl\nimport typer\n\n"
+        "def run(as_json: bool = typer.Option(False, '--json')) -> None:\n    print('[1]')\n\n"
+        "class Greet(Technique):\n    name = 'greet'\n    summary = 's'\n    run = staticmethod(run)\n\n"
+        "@hookimpl\ndef register_cli_command(register): register(Greet)\n"
+    )
+    assert cli("--plugins-dir", tmp_path, "greet", "--json").json == [1]
