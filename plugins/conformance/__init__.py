@@ -1,4 +1,4 @@
-"""Kits that show whether a scheduler, a KV cache or a router keeps its contract; `twinfer plugins check` runs them.
+"""Kits that show whether a technique keeps its contract; `twinfer plugins check` runs them.
 
 A third party subclasses a kit in a test file and pytest runs every `test_` method:
 
@@ -10,7 +10,7 @@ A third party subclasses a kit in a test file and pytest runs every `test_` meth
 
 Those of schedulers and KV caches play random but repeatable traffic (shared prefixes, priorities, several samples,
 aborts, pools from ample to a few blocks, one or two steps in flight) through a real `Core` and call `audit()` after
-every event; that of routers asks about random fleets.
+every event; that of routers asks about random fleets, those of the others about steps of a few models.
 
 Invariants
 * A kit has no expectations beyond `core/policy.py` and `core/routing.py`: any order of service is fine, if every request ends,
@@ -26,11 +26,15 @@ from typing import Any
 from twinfer.core.guard import FAULTS, raised
 from twinfer.plugins.conformance.kit import ConformanceError, Kit, require
 from twinfer.plugins.conformance.kv_caches import KVCacheKit
+from twinfer.plugins.conformance.models import AdaptingKit, OpTimeKit
 from twinfer.plugins.conformance.played import Played, Player, Traffic
 from twinfer.plugins.conformance.routers import ReplicaFacts, RouterKit
 from twinfer.plugins.conformance.schedulers import SchedulerKit
 
-KITS: Mapping[str, type[Kit]] = {"scheduler": SchedulerKit, "kv_cache": KVCacheKit, "router": RouterKit}
+KITS: Mapping[str, type[Kit]] = {
+    "scheduler": SchedulerKit, "kv_cache": KVCacheKit, "router": RouterKit, "attention": AdaptingKit,
+    "quantizer": AdaptingKit, "op_time_model": OpTimeKit,
+}  # fmt: skip
 
 
 def check(kind: str, technique: type[Any], options: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -47,6 +51,6 @@ def check(kind: str, technique: type[Any], options: Mapping[str, Any] | None = N
 
 
 __all__ = [
-    "KITS", "ConformanceError", "KVCacheKit", "Played", "Player", "ReplicaFacts", "RouterKit", "SchedulerKit", "Traffic", "check",
+    "KITS", "AdaptingKit", "ConformanceError", "KVCacheKit", "OpTimeKit", "Played", "Player", "ReplicaFacts", "RouterKit", "SchedulerKit", "Traffic", "check",
     "require",
 ]  # fmt: skip

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from twinfer.core.config import Choice
+from twinfer.core.guard import reasons_against
 from twinfer.core.registry import validate_options
+from twinfer.core.technique import Needs
 
 
 class ConformanceError(AssertionError):
@@ -40,3 +42,4 @@ class Kit:
         for name, info in cls.Options.model_fields.items():
             require(info.description, f"{cls.name}: option {name} has no description")
         self.build()
+        reasons_against("technique", cls, Needs())  # raises when it does not answer with a list of texts

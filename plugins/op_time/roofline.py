@@ -82,9 +82,9 @@ class Roofline(Technique):
     reference = "Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009"
 
     class Options(technique.Options):
-        """unknown_sigma: relative error assumed for devices without efficiency curves."""
-
-        unknown_sigma: float = Field(default=0.5, ge=0, le=1)
+        unknown_sigma: float = Field(
+            default=0.5, ge=0, le=1, description="relative error assumed for devices without efficiency curves"
+        )
 
     def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
         curves = curves_of(device)

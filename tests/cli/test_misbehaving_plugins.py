@@ -206,3 +206,25 @@ def test_a_command_of_a_plugin_keeps_its_stdout(cli: Callable, tmp_path: Path) -
         "@hookimpl\ndef register_cli_command(register): register(Greet)\n"
     )
     assert cli("--plugins-dir", tmp_path, "greet", "--json").json == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        ("quantizer", "def adapt_model(self, model): return None", "gave None in adapt_model"),
+        ("quantizer", "def adapt_ops(self, ops, model, shape): return []", "never without work"),
+        ("quantizer", "def adapt_ops(self, ops, model, shape): return [*ops, *ops, *ops]", "comes 3 times"),
+        ("op_time_model", "def time(self, op, device): return 1e-6", "give an OpTime"),
+        ("op_time_model", "def time(self, op, device): return OpTime(float('nan'), 0.0, 'x')", "another time"),
+        ("scheduler", "why_not = classmethod(lambda cls, needs: 'no')", "gave 'no' in why_not"),
+        ("kv_cache", "def block_size(self, limits): return 0", "block_size gave 0"),
+    ],
+)
+def test_the_kit_finds_them(cli: Callable, tmp_path: Path, kind: str, body: str, words: str) -> None:
+    ran = cli(*plugin(tmp_path, kind, body)[:2], "plugins", "check", "odd")
+    assert ran.code == 1 and words in ran.out, ran.out
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "bf16", "mha", "gqa", "roofline", "calibrated"])
+def test_built_ins_pass_the_kits_of_ops(cli: Callable, name: str) -> None:
+    assert cli("plugins", "check", name, "--json").json["passed"]
