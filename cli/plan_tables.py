@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from twinfer.simulator.plan_answer import Fleet
     from twinfer.simulator.plan_file import Plan
 
+_FAR = "; far above: so slow that the trial was not run to its end, or not all was served"
+
 
 def print_plan(found: Plan, path: Path) -> None:
     goals, answer = found.question.goals, found.answer
@@ -42,7 +44,7 @@ def print_plan(found: Plan, path: Path) -> None:
                 table.add_row(row["fleet"], money(row["cost_per_hour"]), row["why"])
             show.print_table(table)
         for device, why in answer.none.items():
-            print(f"no fleet of {device}: {why}")
+            print(f"{device} is in no table: {why}")
         for source in dict.fromkeys(f"{f.device}: {f.price_source}" for f in answer.fleets if f.price_source):
             print(f"price of {source}")
         for text in answer.notes:
@@ -84,13 +86,15 @@ def _promises_table(fleets: Sequence[Fleet], goals: Sequence[Goal]) -> Any:
     table = show.new_table(_times_title(fleets), "", *(show.title(n) + promised.get(n, "") for n in names), "in time")
     for fleet in fleets:
         cells = [f"{_seconds(fleet.values.get(n))}{_band(fleet, n)}" for n in names]
-        table.add_row(f"{fleet.replicas} x {fleet.device}", *cells, show.percent(fleet.attained))
+        table.add_row(fleet.label, *cells, show.percent(fleet.attained))
     return table
 
 
 def _times_title(fleets: Sequence[Fleet]) -> str:
     seeds = max(fleet.seeds for fleet in fleets)
-    return f"times at this traffic (80 % band){f', the worst of {seeds} draws of it' if seeds > 1 else ''}"
+    draws = f", the worst of {seeds} draws of it" if seeds > 1 else ""
+    far = any(high is None for fleet in fleets for _, high in fleet.band.values())
+    return f"times at this traffic (80 % band{_FAR if far else ''}){draws}"
 
 
 def _seconds(value: float | None) -> str:

@@ -212,11 +212,11 @@ def _why_none(found: Found, ended: bool, done: bool) -> str:
         best = found.screened[0]
         number = best.replicas * best.design.num_devices
         why = (
-            "not confirmed (--top confirms more device types)"
+            "it was not confirmed, cheaper ones were (--top confirms more device types)"
             if done
-            else "the search was stopped before more was known"
+            else "the search was stopped before it was confirmed"
         )
-        return f"about {number} device{'s' * (number > 1)} ({best.design.key}) would do at a first look; {why}"
+        return f"about {number} device{'s' * (number > 1)} ({best.design.key}) may do, by a first look alone; {why}"
     reasons = [(key, why) for key, why in found.verdicts.items() if why]
     simulated = [r for r in reasons if r[1].startswith("with ")]
     key, why = (simulated or reasons)[-1]

@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -238,6 +239,9 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
     )
     clients = question.workload.concurrency
     traffic = f"{rate:.3g} requests/s" if clients is None else f"{clients} clients"
+    asked = question.workload.rate
+    if clients is None and asked is not None and math.isfinite(asked) and question.workload.trace is None:
+        traffic += f" (as drawn, {asked:g} were asked)" if f"{asked:.3g}" != f"{rate:.3g}" else ""
     unit = "traffic" if clients is None else "clients"
     above = f"{best.headroom:+.0%} {unit}" if best.headroom >= 0.005 else f"the very next bit of {unit}"
     limit = (
@@ -257,7 +261,22 @@ def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, comple
         )
     start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
     stopped = "" if complete else " of those searched before the stop"
-    return f"{start}{stopped} for {question.model} at {traffic} is {best.label}: {money}, {kept}, {use}."
+    return f"{start}{stopped} for {question.model} at {traffic} is {best.label}: {money}, {kept}, {use}.{_unsure(fleets, question.goals)}"
+
+
+def _unsure(fleets: Sequence[Fleet], goals: Sequence[Goal]) -> str:
+    """A second sentence where the band of the first fleet goes beyond a promise: which, and what would be safe."""
+    ends = {g: fleets[0].band[g.name][1] for g in goals if g.name in fleets[0].band}
+    beyond = [f"{g.name} {'far above' if high is None else time_of(high)}" for g, high in ends.items()
+              if high is None or high > g.limit]  # fmt: skip
+    if not beyond:
+        return ""
+    safe = next((f for f in fleets if f.band_keeps), None)
+    cure = "no fleet here keeps all promises over its whole band"
+    if safe is not None:
+        price = "" if safe.cost_per_hour is None else f" (US$ {safe.cost_per_hour:.2f} an hour)"
+        cure = f"the cheapest here that keeps all promises over its whole band is {safe.label}{price}"
+    return f" At the slow end of its 80 % band it does not keep them ({', '.join(beyond)}); {cure}."
 
 
 def _time(seconds: float | None) -> str:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.errors import ConfigError
+from twinfer.core.fleet import in_words
 from twinfer.core.mistakes import first_mistake
 from twinfer.simulator.plan_space import FLEET_AXES, Question, option_of
 
@@ -145,19 +146,13 @@ def label_of(design: Design, replicas: int) -> str:
     """A fleet in words: `4 x 2 h200-sxm (tp 2, 512 tokens a step)`."""
     config = design.config
     assert config is not None
-    layout = config.layout
-    per = f"{layout.devices} " if layout.devices > 1 else ""
-    words = [f"{name} {size}" for name in ("tp", "pp", "cp", "dp", "ep") if (size := getattr(layout, name)) > 1]
-    for name in ("quantizer", "attention", "speculator"):
-        words += [_text(name, choice)] if (choice := getattr(config, name)) is not None else []
-    words += [f"{config.kv_dtype} KV"] if config.kv_dtype != "auto" else []
-    words.append(f"{config.max_num_batched_tokens} tokens a step")
+    words = [f"{config.max_num_batched_tokens} tokens a step"]
     words += [design.router] if design.router != ROUND_ROBIN else []
     words += [f"swaps to {_text('host_kv_bytes', config.host_kv_bytes)}"] if config.host_kv_bytes is not None else []
     words += [f"KV tier of {_text('host_tier', design.host_tier)}"] if design.host_tier is not None else []
     prefill, decode = design.pools
     many = f"{replicas * prefill} prefill + {replicas * decode} decode" if decode else str(replicas)
-    return f"{many} x {per}{design.device} ({', '.join(words)})"
+    return in_words(design.device, config.model_dump(), many, words)
 
 
 def sorted_by_device(designs: Sequence[Design]) -> dict[str, list[Design]]:

@@ -159,7 +159,7 @@ def _answer(found: dict[str, Any]) -> None:
         st.subheader("Why nothing cheaper will do", anchor=False)
         parts.rows(capacity.cheaper_rows(answer["cheaper"]))
     for device, why in answer["none"].items():
-        st.caption(f"No fleet of {parts.plain(device)}: {parts.plain(in_controls(why))}")
+        st.caption(f"{parts.plain(device)} is in no table: {parts.plain(in_controls(why))}")
     for source in dict.fromkeys(f"{f['device']}: {f['price_source']}" for f in fleets if f["price_source"]):
         st.caption(f"Price of {parts.plain(source)}")
     for note in answer["notes"]:

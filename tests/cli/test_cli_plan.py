@@ -32,6 +32,8 @@ def test_a_plan_in_words(cli: Callable, tmp_path: Path) -> None:
     for word in ("The cheapest fleet", "h100-sxm", "US$/h", "goodput", "next limit", "traffic +20 %", "80 % band",
                  "price of h100-sxm:", "points in"):  # fmt: skip
         assert word in done.out, word
+    assert done.out.count("1 x h100-sxm (1024 tokens a step)") >= 3  # the answer, and a line of both tables
+    assert "(as drawn, 20 were asked)" in done.out
     again = cli("plan", "--resume", tmp_path / "p.json", "--workers", "1")
     assert again.code == 0 and again.out == done.out
 

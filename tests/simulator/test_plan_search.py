@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from twinfer.core.config import EngineConfig
 from twinfer.core.goal import Goal
 from twinfer.core.workload import Workload
-from twinfer.simulator.plan_answer import Fleet, front_of, next_limit
+from twinfer.simulator.plan_answer import Fleet, front_of, next_limit, sentence_of
 from twinfer.simulator.plan_designs import Design, designs_of, label_of
 from twinfer.simulator.plan_edge import HINTS, Search, smallest
 from twinfer.simulator.plan_search import Found, confirm_device, finish_device, needed, screen_device
@@ -234,6 +234,19 @@ def test_a_label_names_every_technique() -> None:
     config = EngineConfig(model="llama-3.1-8b", quantizer="fp8", attention="mla", speculator="ngram", kv_dtype="int4")
     label = label_of(Design(index=0, key="k", device="d", changes={}, config=config), 2)
     assert label == "2 x d (fp8, mla, ngram, int4 KV, 2048 tokens a step)"
+
+
+def test_a_band_beyond_a_promise_is_said_with_the_cheapest_fleet_that_is_safe() -> None:
+    sure = replace(fleet(2.0, 9.0, 0.1), label="2 x d", band={"ttft.p95": (0.1, 0.2)})
+    unsure = replace(fleet(1.0, 9.0, 0.1), label="1 x d", band={"ttft.p95": (0.1, None)}, band_keeps=False)
+
+    def said(*fleets: Fleet) -> str:
+        return sentence_of(fleets, question(), 4.0, complete=True)
+
+    assert "80 % band" not in said(sure)
+    assert "ttft.p95 far above" in said(unsure, sure) and "whole band is 2 x d (US$ 2.00 an hour)" in said(unsure, sure)
+    slow = replace(unsure, band={"ttft.p95": (0.1, 90.0)})
+    assert "ttft.p95 90 s" in said(slow) and "no fleet here keeps all promises" in said(slow)
 
 
 def test_the_next_limit_is_what_requests_wait_for() -> None:
