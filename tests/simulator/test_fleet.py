@@ -181,7 +181,7 @@ def test_routers_that_know_prefixes_hit_more_than_turns_do() -> None:
 
 def test_a_router_that_answers_nonsense_is_named() -> None:
     pools = pools_of(Fleet(engine=ENGINE))
-    for answer, words in ((7, "picked 7"), (None, "picked None")):
+    for answer, words in ((7, "gave 7 in pick"), (None, "gave None in pick")):
         done = FleetRun(Fleet(engine=ENGINE, replicas=2), {k: replace(w, requests=[ask(0)]) for k, w in pools.items()})
         done.front.router = type("Bad", (), {"name": "bad", "pick": lambda self, request, views, a=answer: a})()
         with pytest.raises(PluginError, match=words):
