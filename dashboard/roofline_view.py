@@ -92,7 +92,7 @@ def roofline_view(scenario: Scenario, registry: Registry, batch: int) -> Rooflin
     def ops_of(shape: StepShape) -> Sequence[Op]:
         return adapted_ops(techniques, step_ops(model, shape, layout), model, shape)
 
-    chain = build_chain(config.op_time, device, registry)
+    chain = build_chain(config.op_time, device, registry, model)
     images = images_of(scenario, spec)
     length = scenario.input_len + sum(image.tokens for image in images)
     context = max(1, length + scenario.output_len // 2)

@@ -49,7 +49,7 @@ def explain(
     refuse_indivisible(model, config.layout)
     device = device.placed(heaviest_rank(model, config.layout))
     ops = adapted_ops(techniques, step_ops(model, shape, config.layout), model, shape)
-    chain = build_chain(config.op_time, device, registry)
+    chain = build_chain(config.op_time, device, registry, model)
     lines = []
     for op in (*ops, host_op(shape)):
         answer = chain.time(op)

@@ -13,6 +13,7 @@ from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.records import RunRecord
 from twinfer.core.registry import Registry
+from twinfer.core.work import StepShape
 from twinfer.core.workload import Workload
 from twinfer.plugins.op_time.calibration import Correction, Format
 from twinfer.simulator.attribute import (
@@ -24,6 +25,7 @@ from twinfer.simulator.attribute import (
     with_correction,
     without_corrections,
 )
+from twinfer.simulator.explain import explain
 from twinfer.simulator.observed import read_log
 from twinfer.simulator.replay import PricedStep, ReplayStopped, replay
 from twinfer.simulator.run import simulate
@@ -135,6 +137,14 @@ def test_a_factor_lies_between_those_of_small_and_of_large_launches() -> None:
     assert middle == pytest.approx((1e-4 + 2e-2) / 2 / 5.05e-3)
     assert made.factor("b", 1e-3) == 3.0
     assert made.model_copy(update={"factors": {"a": 1.5}}).factor("b", 1e-3) is None
+
+
+def test_a_step_that_is_explained_costs_what_a_run_is_charged() -> None:
+    device = machine(attention=2.0, rest=1.5)
+    step = simulate(CONFIG, Workload(num_requests=1, input_len=60, output_len=2), REGISTRY, device).steps[0]
+    lines = explain(CONFIG, StepShape.prefill(60), REGISTRY, device)
+    assert sum(line.seconds for line in lines) == pytest.approx(step.seconds, rel=1e-9)
+    assert all("corrected" in line.source for line in lines)
 
 
 def test_a_correction_is_of_one_format() -> None:
