@@ -231,7 +231,7 @@ def test_hits_are_the_longest_that_cover_every_window(windows: Windows, data: st
     cached = sorted(ledger.pool.index.values())
     for block in data.draw(st.lists(st.sampled_from(cached), unique=True, max_size=8)):
         ledger.pool.idle.remove(block)
-        ledger.pool._unpublish(block)
+        ledger.pool._unpublish(block, 1)
         ledger.pool.free.append(block)
     for length in (3, 17, 30, 41):
         seq = Sequence(ask("b", prompt(length)), 0, 9, 0, 96)
