@@ -66,11 +66,16 @@ def test_the_server_comes_up_and_goes_down(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_ends_with_the_command_however_that_ends(tmp_path: Path, number: signal.Signals):
     words = [sys.executable, "-m", "twinfer.cli.main", "dashboard", "--runs-dir", str(tmp_path), "--json"]
-    with subprocess.Popen([*words, "--port", str(launcher.free_port(0))], stdout=subprocess.PIPE) as command:
+    words += ["--port", str(launcher.free_port(0))]
+
+    def as_in_a_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # children of tests under nohup would ignore it, too
+
+    with subprocess.Popen(words, stdout=subprocess.PIPE, preexec_fn=as_in_a_terminal) as command:
         assert command.stdout is not None
         url = json.loads("".join(line.decode() for line in iter(command.stdout.readline, b"}\n")) + "}")["url"]
         command.send_signal(number)
-    assert command.returncode == -number
+        assert command.wait(timeout=60) == -number
     deadline = time.monotonic() + 60
     with pytest.raises(urllib.error.URLError):
         while time.monotonic() < deadline:
