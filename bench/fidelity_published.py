@@ -11,8 +11,9 @@ served, 1 client        NVIDIA NIM 1.8.0 (TensorRT-LLM), docs.nvidia.com/nim/ben
 offline throughput      TensorRT-LLM 1.0, docs/source/performance/perf-overview.md, 2025-09: output tokens/s of one
                         replica; all requests at once, equal lengths, FP8 checkpoints with KV in fp8
 
-Offline runs are simulated with at most 2,048 sequences and 8,192 tokens a step (the defaults of that stack) and with
-fewer requests than were run: what fits into the KV pool three times over, at least 256.
+Offline runs are simulated with at most 2,048 sequences and 8,192 tokens a step (the defaults of that stack; prompts are fed
+whole, so with longer ones: one of them beside a token of every sequence) and with fewer requests than were run: what fits into
+the KV pool three times over, at least 256.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from twinfer.core.workload import Workload
 from twinfer.plugins.op_time.silicon import installed_folder
 from twinfer.simulator.run import simulate
 
+_SEQUENCES, _TOKENS = 2048, 8192
 REQUEST = 0.013  # s, as in fidelity_served.py
 MEMORY = {"h100-sxm": 84.9e9, "h200-sxm": 150.1e9, "a100-sxm-80gb": 85.1e9}
 FP8 = Choice(name="fp8", options={"scales": "tensor", "kv": "fp8"})
@@ -92,6 +94,7 @@ def predict(figure: Figure, folder: Path) -> tuple[float, float, float]:
     weights = resolve_spec(figure.model).num_params() * (1 if figure.fp8 else 2) / figure.tp
     fraction = min(0.97, 0.9 + 0.1 * weights / MEMORY[figure.device])
     many = figure.kind.startswith("offline")
+    budget = _TOKENS if figure.isl <= _TOKENS else figure.isl + _SEQUENCES
     options = f"folder={folder},stack=trtllm,version=unstated"
     if figure.tp > 1:
         options += ",fused_all_reduce=true"
@@ -99,7 +102,7 @@ def predict(figure: Figure, folder: Path) -> tuple[float, float, float]:
         model=figure.model, device=figure.device, dtype="bfloat16", tp=figure.tp, quantizer=FP8 if figure.fp8 else None,
         scheduler=Choice(name="continuous", options={"chunked_prefill": False, "admission": "whole"}),
         kv_cache=Choice(name="paged", options={"prefix_sharing": False}), memory_fraction=fraction,
-        max_num_seqs=2048 if many else 1, max_num_batched_tokens=max(8192, figure.isl) if many else figure.isl,
+        max_num_seqs=_SEQUENCES if many else 1, max_num_batched_tokens=budget if many else figure.isl,
         max_model_len=figure.isl + figure.osl + 1, max_outstanding=1 if figure.osl == 1 else 2,
         op_time=(f"silicon:{options}", "roofline"),
     )  # fmt: skip
@@ -108,7 +111,7 @@ def predict(figure: Figure, folder: Path) -> tuple[float, float, float]:
         free = MEMORY[figure.device] * fraction - weights
         spec = resolve_spec(figure.model)
         fits = figure.tp * free / (spec.kv_bytes_per_token() / 2 * (figure.isl + figure.osl))
-        number = max(256, 3 * int(min(2048.0, fits)))
+        number = max(256, 3 * int(min(float(_SEQUENCES), fits)))
     elif figure.osl > 1:
         number, clients = 3, 1
     record = simulate(
