@@ -270,7 +270,7 @@ class NewestFirst:
     """The idle block that came last is given up first."""
 
     def __init__(self) -> None:
-        self.blocks: dict[object, None] = {}
+        self.blocks: dict[int, None] = {}
 
     def add(self, block: int) -> None:
         self.blocks[block] = None
@@ -279,7 +279,7 @@ class NewestFirst:
         del self.blocks[block]
 
     def pop(self) -> int:
-        return self.blocks.popitem()[0]  # type: ignore[return-value]
+        return self.blocks.popitem()[0]
 
     def __len__(self) -> int:
         return len(self.blocks)
