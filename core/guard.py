@@ -92,7 +92,7 @@ def adapted_ops(techniques: Iterable[Any], ops: Sequence[Op], model: ModelSpec, 
     for technique in techniques:
         with Blaming("technique", technique, "adapt_ops"):
             adapted = technique.adapt_ops(ops, model, shape)
-        if not isinstance(adapted, Sequence) or not {*map(type, adapted)} <= {Op}:
+        if not are_ops(adapted):
             raise unusable("technique", technique, "adapt_ops", adapted, "a list of Op")
         if not adapted and not shape.rows_only:
             raise unusable(
@@ -100,6 +100,11 @@ def adapted_ops(techniques: Iterable[Any], ops: Sequence[Op], model: ModelSpec, 
             )
         ops = adapted
     return ops
+
+
+def are_ops(answer: object) -> bool:
+    """Whether `answer` is a list of Op, perhaps an empty one."""
+    return isinstance(answer, Sequence) and {*map(type, answer)} <= {Op}
 
 
 def block_size_of(cache: KVCache, limits: Limits) -> int:
@@ -118,5 +123,6 @@ def _named(kind: str, technique: Any) -> str:
 
 
 __all__ = [
-    "FAULTS", "Blaming", "adapted_model", "adapted_ops", "block_size_of", "fault", "raised", "reasons_against", "unusable", "whole",
+    "FAULTS", "Blaming", "adapted_model", "adapted_ops", "are_ops", "block_size_of", "fault", "raised", "reasons_against", "unusable",
+    "whole",
 ]  # fmt: skip

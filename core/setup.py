@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinfer.core.cache_groups import CacheGroup, cache_groups
+from twinfer.core.checked_speculator import CheckedSpeculator
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
@@ -21,7 +22,6 @@ from twinfer.core.memory_parts import largest_kv, refuse_indivisible
 from twinfer.core.policy import KVCache, Limits, Scheduler
 from twinfer.core.registry import OPTION_OF_KIND, Registry
 from twinfer.core.spec import ModelSpec
-from twinfer.core.speculation import Speculator
 from twinfer.core.technique import Needs, Technique
 
 _ACTIVATIONS = ("float32", "bfloat16", "float16")
@@ -46,7 +46,7 @@ class Setup:
     groups: tuple[CacheGroup, ...]
     kv_bytes_per_token: float
     kv_bytes_per_slot: float
-    speculator: Speculator | None = None
+    speculator: CheckedSpeculator | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -117,12 +117,12 @@ def adapt_model(
     return model, tuple(techniques)
 
 
-def speculator_of(config: EngineConfig, model: ModelSpec, registry: Registry, needs: Needs) -> Speculator | None:
+def speculator_of(config: EngineConfig, model: ModelSpec, registry: Registry, needs: Needs) -> CheckedSpeculator | None:
     """What guesses tokens ahead; None without one, and for one that guesses none. ConfigError for what cannot work."""
     if config.speculator is None:
         return None
-    speculator: Speculator = registry.build("speculator", config.speculator)
-    reasons = reasons_against("speculator", speculator, replace(needs, model=model))
+    built = registry.build("speculator", config.speculator)
+    reasons = reasons_against("speculator", built, replace(needs, model=model))
     layout = config.layout
     if layout.devices > layout.tp:
         reasons.append(f"drafting is modelled over tensor-parallel ranks only, not {layout.flags}")
@@ -132,6 +132,7 @@ def speculator_of(config: EngineConfig, model: ModelSpec, registry: Registry, ne
         reasons.append("with --max-outstanding 2 the next step is planned before it is known which guesses are right")
     if reasons:
         raise ConfigError("--speculator", str(config.speculator), "; ".join(reasons), "leave it out")
+    speculator = CheckedSpeculator(built)
     if not speculator.num_tokens:
         return None
     drafter = speculator.drafter(model)

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
+from twinfer.core.checked_speculator import CheckedSpeculator
 from twinfer.core.plan import Need, Row, RowResult, StepPlan
 from twinfer.core.seeds import draw, mix
-from twinfer.core.speculation import Speculator
 from twinfer.simulator.op_time import OpTimeChain
 from twinfer.simulator.step_parts import StepCost
 from twinfer.simulator.step_time import StepTimer
@@ -37,7 +37,7 @@ class Pass:
     ahead: int
 
 
-def passes_of(speculator: Speculator) -> tuple[Pass, ...]:
+def passes_of(speculator: CheckedSpeculator) -> tuple[Pass, ...]:
     """The passes of one step, by how much they are fed."""
     widths = speculator.drafting
     before = [0, *itertools.accumulate(widths)]
@@ -55,13 +55,15 @@ class Speculation:
     chain: op times of what drafts.
     """
 
-    speculator: Speculator
+    speculator: CheckedSpeculator
     timer: StepTimer | None
     passes: tuple[Pass, ...] = ()
     chain: OpTimeChain | None = None
 
     @classmethod
-    def of(cls, speculator: Speculator, timer: StepTimer | None, chain: OpTimeChain | None = None) -> Speculation:
+    def of(
+        cls, speculator: CheckedSpeculator, timer: StepTimer | None, chain: OpTimeChain | None = None
+    ) -> Speculation:
         return cls(speculator, timer, passes_of(speculator), chain)
 
     def result(self, row: Row) -> RowResult:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PURE = frozenset({
-    "__init__", "admission", "audit", "beam", "blocks", "catalog", "compare", "config", "core", "data_file", "device", "dtypes", "errors",
+    "__init__", "admission", "audit", "beam", "blocks", "catalog", "checked_speculator", "compare", "config", "core", "data_file", "device", "dtypes", "errors",
     "events", "executor", "feeder", "fleet", "flock", "flock_members", "goal", "guard", "gguf_header", "gguf_spec", "hf_config", "hf_rope", "hookspecs", "idle", "layer_ops", "layout", "ledger",
     "hf_experts", "hf_families", "hf_fields", "hf_layers", "hf_stored", "hf_vision", "link", "model_fields", "model_parts",
     "images", "loop", "measured", "memory", "mistakes", "memory_fixes", "memory_parts", "observers", "op_time", "overload", "params", "plan", "planner",

@@ -24,6 +24,7 @@ HEAD = """import sys
 from twinfer import Technique, Want, hookimpl
 from twinfer.core.op_time import OpTime
 from twinfer.core.policy import Defer
+from twinfer.core.speculation import Speculator
 from twinfer.plugins.kv_cache.paged import Paged
 from twinfer.plugins.scheduler.continuous import Continuous
 """
@@ -33,6 +34,7 @@ KINDS = {
     "quantizer": ("Technique", "--quant"),
     "op_time_model": ("Technique", "--op-time-model"),
     "router": ("Technique", "--router"),
+    "speculator": ("Speculator", "--speculator"),
 }
 EXIT = "sys.exit(0)"
 
@@ -113,6 +115,23 @@ BROKEN = [
             ("prefix_block = 'x'\n\n    def pick(self, request, views): return 0", ("in prefix_block",)),
         )
     ),
+    *(
+        ("speculator", body, SIMULATE, words)
+        for names, given in (
+            (("num_tokens", "depth", "mean_tokens", "drafting", "reads_prompt"), "property(lambda self: {})"),
+            (("accepted", "drafter", "draft_ops", "weight_bytes", "kv_bytes_per_token"), "lambda self, *given: {}"),
+        )
+        for name in names
+        for body, words in (
+            (f"{name} = {given.format('1 / 0')}", (f"speculator 'odd' failed in {name}: ZeroDivisionError",)),
+            (f"{name} = {given.format('{1}')}", (f"speculator 'odd' gave {{1}} in {name}; give ",)),
+        )
+    ),
+    ("speculator", "def accepted(self, checked, draw): return checked + 1", SIMULATE, ("in accepted", "at most the")),
+    ("speculator", "def draft_ops(self, model, shape, layout): return ['x']", SIMULATE, ("in draft_ops", "a list of Op")),
+    ("speculator", "def weight_bytes(self, model, layout): return float('nan')", SIMULATE, ("gave nan in weight_bytes",)),
+    ("speculator", "def __init__(self, options): self.options = options", SIMULATE, ("failed in num_tokens: AttributeError",)),
+    ("speculator", f"def drafter(self, model): {EXIT}", SIMULATE, ("'odd' failed in drafter: SystemExit",)),
 ]  # fmt: skip
 
 
