@@ -111,7 +111,7 @@ class Scenario:
         g = self.given
         source = source_of(workload, self.session.registry)
         flags = {"prompts": "prompt"}
-        for name in getattr(source, "ignores", ()):
+        for name in source.ignores:
             name = flags.get(name, name)
             if g.get(name) in (None, []):
                 continue
@@ -119,7 +119,7 @@ class Scenario:
                 note(f"{flag_of(name)} is not used: the lengths are those of --trace {workload.trace}")
             else:
                 raise ConfigError(
-                    flag_of(name), g[name], f"requests of kind {getattr(source, 'name', '')!r} do not depend on it",
+                    flag_of(name), g[name], f"requests of kind {source.name!r} do not depend on it",
                     "leave it out",
                 )  # fmt: skip
         if workload.prompts and (workload.num_requests or 0) > len(workload.prompts):

@@ -9,10 +9,9 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
-from twinfer.core.guard import Blaming, are_ops, unusable, whole
+from twinfer.core.guard import Blaming, are_ops, is_amount, unusable, whole
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class CheckedSpeculator:
         self._own = own
         self.num_tokens: int = self._said("num_tokens", _is_count, "a whole number, at least 0")
         self.depth: int = self._said("depth", _is_count, "a whole number, at least 0")
-        self.mean_tokens: float = self._said("mean_tokens", _is_amount, "a number of tokens")
+        self.mean_tokens: float = self._said("mean_tokens", is_amount, "a number of tokens")
         widths = self._said("drafting", _are_counts, "the tokens that each pass is fed, whole numbers, at least 1")
         self.drafting: tuple[int, ...] = tuple(widths)
         self.reads_prompt: bool = self._said("reads_prompt", lambda answer: isinstance(answer, bool), "True or False")
@@ -66,7 +65,7 @@ class CheckedSpeculator:
     def _bytes(self, method: str, model: ModelSpec, layout: Layout) -> float:
         with self._blaming(method):
             answer: float = getattr(self._own, method)(model, layout)
-        if not _is_amount(answer):
+        if not is_amount(answer):
             raise unusable("speculator", self._own, method, answer, "a number of bytes, at least 0")
         return answer
 
@@ -84,10 +83,6 @@ class CheckedSpeculator:
 
 def _is_count(answer: object) -> bool:
     return type(answer) is int and answer >= 0
-
-
-def _is_amount(answer: object) -> bool:
-    return isinstance(answer, int | float) and not isinstance(answer, bool) and 0 <= answer < inf
 
 
 def _are_counts(answer: object) -> bool:

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from twinfer.core.errors import PluginError, TwinferError, short
@@ -107,6 +108,11 @@ def are_ops(answer: object) -> bool:
     return isinstance(answer, Sequence) and {*map(type, answer)} <= {Op}
 
 
+def is_amount(answer: object, least: float = 0.0) -> bool:
+    """Whether `answer` is a finite number, at least `least`."""
+    return isinstance(answer, int | float) and not isinstance(answer, bool) and least <= answer and -inf < answer < inf
+
+
 def block_size_of(cache: KVCache, limits: Limits) -> int:
     """Tokens per block of `cache`, whose flags are looked at, too."""
     for flag in ("shares_prefixes", "copies_on_write"):
@@ -123,6 +129,6 @@ def _named(kind: str, technique: Any) -> str:
 
 
 __all__ = [
-    "FAULTS", "Blaming", "adapted_model", "adapted_ops", "are_ops", "block_size_of", "fault", "raised", "reasons_against", "unusable",
-    "whole",
+    "FAULTS", "Blaming", "adapted_model", "adapted_ops", "are_ops", "block_size_of", "fault", "is_amount", "raised", "reasons_against",
+    "unusable", "whole",
 ]  # fmt: skip

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from twinfer.core.errors import ConfigError, figure
 from twinfer.core.session import History
@@ -22,7 +22,7 @@ from twinfer.core.vision import AnySize, Cut, Image, VisionSpec
 
 if TYPE_CHECKING:
     from twinfer.core.workload import Workload
-    from twinfer.core.workload_source import Draft, Setting
+    from twinfer.core.workload_source import CheckedSource, Draft, Setting
 
 MOST_IMAGES = 256  # of a request in the mean
 MOST_PIXELS = 2**16  # of a side
@@ -83,7 +83,7 @@ def cut_of(workload: Workload, vision: VisionSpec) -> Cut:
 
 
 def with_images(
-    drafts: Sequence[Draft], workload: Workload, vision: VisionSpec | None, source: Any, setting: Setting
+    drafts: Sequence[Draft], workload: Workload, vision: VisionSpec | None, source: CheckedSource, setting: Setting
 ) -> list[Draft]:
     """`drafts` with the images of `workload` in their prompts."""
     if vision is None:
@@ -92,7 +92,7 @@ def with_images(
             "the model takes text alone, or its image encoder is not known; the engine serves the text of every model",
             "simulate a model with an encoder (`twinfer models` says which), or leave it out",
         )  # fmt: skip
-    make: Callable[[int, int, Workload, Setting], Sequence[int]] | None = getattr(source, "made_up", None)
+    make = source.made_up
     if make is None:
         raise ConfigError(
             "--images-per-request", workload.images_per_request, f"requests of kind {source.name!r} make no tokens up",
@@ -118,7 +118,7 @@ def with_images(
     return found
 
 
-def _counts(workload: Workload, source: Any) -> Iterator[int]:
+def _counts(workload: Workload, source: CheckedSource) -> Iterator[int]:
     """Images of each request: equally many, or of a Poisson distribution."""
     mean = workload.images_per_request
     if workload.image_counts == "fixed":

@@ -8,21 +8,21 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.session import History
 from twinfer.core.workload import MAX_TOKENS, Workload
-from twinfer.core.workload_source import Draft, Setting, WorkloadSource
+from twinfer.core.workload_source import CheckedSource, Draft, Setting
 
 
-def drafts_of(source: WorkloadSource, workload: Workload, setting: Setting) -> list[Draft]:
+def drafts_of(source: CheckedSource, workload: Workload, setting: Setting) -> list[Draft]:
     """The requests that `source` proposes, cut, scaled and repeated as `workload` says."""
     asked = workload.num_requests
     sliced = workload.trace_start > 0 or workload.trace_end is not None
     whole = workload.model_copy(update={"num_requests": None}) if sliced or workload.repeat != "none" else workload
-    rows = _scaled(_slice(list(source.drafts(whole, setting)), workload), workload)
+    rows = _scaled(_slice(source.drafts(whole, setting), workload), workload)
     if asked is None or len(rows) >= asked:
         return rows if workload.repeat != "sample" else _sampled(source, rows, workload, setting)
     if workload.trace is None:
@@ -87,9 +87,9 @@ def _resized(prompt: Sequence[int], length: int) -> Sequence[int]:
     return History(*[prompt] * rounds, prompt[:rest])
 
 
-def _sampled(source: WorkloadSource, rows: list[Draft], workload: Workload, setting: Setting) -> list[Draft]:
+def _sampled(source: CheckedSource, rows: list[Draft], workload: Workload, setting: Setting) -> list[Draft]:
     """Lengths of rows drawn at random, with prompts that are made up."""
-    make: Callable[[int, int, Workload, Setting], Sequence[int]] | None = getattr(source, "made_up", None)
+    make = source.made_up
     if make is None or any(row.session is not None for row in rows):
         why = "its rows are turns of sessions" if make is not None else "its source makes no prompts up"
         raise ConfigError("--repeat", "sample", f"{workload.trace} cannot be drawn from: {why}", "use --repeat loop")
@@ -103,7 +103,7 @@ def _sampled(source: WorkloadSource, rows: list[Draft], workload: Workload, sett
 
 
 def _looped(
-    source: WorkloadSource, rows: list[Draft], whole: Workload, workload: Workload, setting: Setting
+    source: CheckedSource, rows: list[Draft], whole: Workload, workload: Workload, setting: Setting
 ) -> list[Draft]:
     """`rows` over and over, with new prompts; the gap between two rounds is the mean gap of the trace."""
     asked = workload.num_requests or 0
@@ -117,7 +117,7 @@ def _looped(
         loop += 1
         number += len(rows)
         again = replace(setting, first=number, loop=loop)
-        fresh = _scaled(_slice(list(source.drafts(whole, again)), workload), workload)
+        fresh = _scaled(_slice(source.drafts(whole, again), workload), workload)
         for row in fresh[: asked - len(found)]:
             arrival = None if row.arrival is None else row.arrival + loop * period
             session = None if row.session is None else f"{row.session}/{loop}"
@@ -125,15 +125,14 @@ def _looped(
     return found
 
 
-def chances_of(source: WorkloadSource, stream: str, workload: Workload) -> Iterator[float]:
+def chances_of(source: CheckedSource, stream: str, workload: Workload) -> Iterator[float]:
     """The source's random numbers in [0, 1); ConfigError for a source that has none."""
-    made: Callable[[str, Workload], Iterator[float]] | None = getattr(source, "chances", None)
-    if made is None:
+    if source.chances is None:
         raise ConfigError(
-            "--workload", getattr(source, "name", type(source).__name__), "has no `chances` to draw from",
+            "--workload", source.name, "has no `chances` to draw from",
             "leave --repeat sample and --think-time out",
         )  # fmt: skip
-    return made(stream, workload)
+    return source.chances(stream, workload)
 
 
 def sessions_of(drafts: Sequence[Draft]) -> list[list[Draft]]:

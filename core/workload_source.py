@@ -3,17 +3,21 @@
 Invariants
 * A source proposes (`Draft`); what is cut, scaled, repeated and timed is decided by `trace_rows.py` and `workload.py`.
 * The workload names its source, or the first registered one that accepts it is taken.
+* What a source raises, or answers that cannot be used, is a PluginError that names it (`CheckedSource`). Of a prompt the
+  first token is looked at: most prompts are made when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from twinfer.core.config import Choice
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, PluginError
+from twinfer.core.guard import Blaming, is_amount, unusable
 from twinfer.core.vision import Image
 
 if TYPE_CHECKING:
@@ -81,19 +85,116 @@ class WorkloadSource(Protocol):
         ...
 
 
-def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadSource:
+class CheckedSource:
+    """`own`, a `WorkloadSource`, held to its contract.
+
+    made_up, chances: None where it has no such method.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.name: str = getattr(own, "name", type(own).__name__)
+        with self._blaming("ignores"):
+            ignores = getattr(own, "ignores", ())
+        if not isinstance(ignores, tuple | list) or not {*map(type, ignores)} <= {str}:
+            raise self._unusable("ignores", ignores, "names of fields of Workload, as a tuple")
+        self.ignores: Sequence[str] = ignores
+        self.made_up = self._made_up if hasattr(own, "made_up") else None
+        self.chances = self._chances if hasattr(own, "chances") else None
+
+    def drafts(self, workload: Workload, setting: Setting) -> list[Draft]:
+        """At least one."""
+        drafts: list[Draft] = self._listed("drafts", "a list of Draft, at least one", workload, setting)
+        if not drafts:
+            raise self._unusable("drafts", drafts, "at least one Draft")
+        with self._blaming("drafts"):
+            for draft in drafts:
+                mistake = _mistake(draft)
+                if mistake is not None:
+                    raise self._unusable("drafts", *mistake)
+        return drafts
+
+    def arrivals(self, workload: Workload, num: int) -> list[float]:
+        wanted = f"{num} times in s, from 0"
+        times: list[float] = self._listed("arrivals", wanted, workload, num)
+        if len(times) != num or not all(map(is_amount, times)):
+            raise self._unusable("arrivals", times, wanted)
+        return times
+
+    def _made_up(self, number: int, length: int, workload: Workload, setting: Setting) -> Sequence[int]:
+        with self._blaming("made_up"):
+            prompt: Sequence[int] = self._own.made_up(number, length, workload, setting)
+            fits = _is_prompt(prompt) and len(prompt) == length
+        if not fits:
+            raise self._unusable("made_up", prompt, f"{length} token ids")
+        return prompt
+
+    def _chances(self, stream: str, workload: Workload) -> Iterator[float]:
+        wanted = "numbers in [0, 1) without end"
+        chance: Any = None
+        with self._blaming("chances"):
+            for chance in self._own.chances(stream, workload):
+                if not is_amount(chance) or chance >= 1:
+                    break
+                yield chance
+        raise self._unusable("chances", chance, wanted)
+
+    def _listed(self, method: str, wanted: str, *given: object) -> list[Any]:
+        with self._blaming(method):
+            answer = getattr(self._own, method)(*given)
+            listed = list(answer) if isinstance(answer, Iterable) else None
+        if listed is None:
+            raise self._unusable(method, answer, wanted)
+        return listed
+
+    def _blaming(self, method: str) -> Blaming:
+        return Blaming("workload", self._own, method)
+
+    def _unusable(self, method: str, answer: object, wanted: str) -> PluginError:
+        return unusable("workload", self._own, method, answer, wanted)
+
+
+def _mistake(draft: Draft) -> tuple[object, str] | None:
+    """What of `draft` cannot be used, and what belongs there."""
+    if type(draft) is not Draft:
+        return draft, "a list of Draft"
+    if not _is_prompt(draft.prompt):
+        return draft.prompt, "token ids, at least one, as prompt of a Draft"
+    if type(draft.output_len) is not int or draft.output_len < 1:
+        return draft.output_len, "a whole number of tokens, at least 1, as output_len of a Draft"
+    if type(draft.shared) is not int or draft.shared < 0:
+        return draft.shared, "a whole number of tokens as shared of a Draft"
+    if draft.arrival is not None and not is_amount(draft.arrival, -inf):
+        return draft.arrival, "a time in s or None as arrival of a Draft"
+    if draft.temperature is not None and not is_amount(draft.temperature):
+        return draft.temperature, "a number, at least 0, or None as temperature of a Draft"
+    if draft.think_s is not None and not is_amount(draft.think_s):
+        return draft.think_s, "a time in s, at least 0, or None as think_s of a Draft"
+    if draft.session is not None and not isinstance(draft.session, str):
+        return draft.session, "a name or None as session of a Draft"
+    if draft.images != () and not (type(draft.images) is tuple and {*map(type, draft.images)} == {Image}):
+        return draft.images, "a tuple of Image as images of a Draft"
+    return None
+
+
+def _is_prompt(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and type(prompt[0]) is int
+
+
+def source_of(workload: Workload, registry: Registry | None = None) -> CheckedSource:
     """The plugin that serves `workload`: the one it names, else the first that accepts it."""
     if registry is None:
         from twinfer.core.registry import default_registry
 
         registry = default_registry()
     if workload.source is not None:
-        named: WorkloadSource = registry.build("workload", workload.source)
-        return named
+        return CheckedSource(registry.build("workload", workload.source))
     for name in registry.names("workload"):
-        if registry.get("workload", name).accepts(workload):
-            found: WorkloadSource = registry.build("workload", Choice(name=name))
-            return found
+        asked = registry.get("workload", name)
+        with Blaming("workload", asked, "accepts"):
+            accepts = bool(asked.accepts(workload))
+        if accepts:
+            return CheckedSource(registry.build("workload", Choice(name=name)))
     if workload.trace is not None and not Path(workload.trace).is_file():
         problem = "is no regular file" if Path(workload.trace).exists() else "no such file"
         raise ConfigError("--trace", workload.trace, problem, "check the path")
@@ -111,4 +212,4 @@ def source_of(workload: Workload, registry: Registry | None = None) -> WorkloadS
     )  # fmt: skip
 
 
-__all__ = ["Draft", "Encode", "Setting", "WorkloadSource", "source_of"]
+__all__ = ["CheckedSource", "Draft", "Encode", "Setting", "WorkloadSource", "source_of"]

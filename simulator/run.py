@@ -170,7 +170,7 @@ def prepare(
     longest = longest or max(r.max_length for r in requests)
     setup = provision(config, spec, registry, device, world="simulator", max_request_tokens=longest)
     reasons = dict(setup.reasons)
-    from_file = workload.trace is not None and getattr(source_of(workload, registry), "name", "") == "prompts"
+    from_file = workload.trace is not None and source_of(workload, registry).name == "prompts"
     if encode is None and (workload.prompts or from_file):
         reasons["prompts"] = "texts are counted as one token per 4 bytes: no tokenizer was given"
     if device.calibration:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from twinfer.core import hookspecs, policy, routing, technique
+from twinfer.core import hookspecs, policy, routing, technique, workload_source
 from twinfer.core.hookspecs import hookspec
 
 DOCUMENTS = (
@@ -102,6 +102,7 @@ def test_every_hook_says_its_phase() -> None:
         (policy, "Scheduler", ("order", "propose", "victims")),
         (policy, "KVCache", ("block_size", "reserve", "headroom", "idle_order")),
         (routing, "Router", ("pick",)),
+        (workload_source, "WorkloadSource", ("accepts", "drafts", "arrivals")),
         (routing, "ReplicaView", ("num_blocks", "free_blocks", "block_size", "routed_tokens", "cached_tokens")),
     ],
 )

@@ -25,8 +25,10 @@ from twinfer import Technique, Want, hookimpl
 from twinfer.core.op_time import OpTime
 from twinfer.core.policy import Defer
 from twinfer.core.speculation import Speculator
+from twinfer.core.workload_source import Draft
 from twinfer.plugins.kv_cache.paged import Paged
 from twinfer.plugins.scheduler.continuous import Continuous
+from twinfer.plugins.workload.synthetic import Synthetic
 """
 KINDS = {
     "scheduler": ("Continuous", "--scheduler"),
@@ -35,8 +37,11 @@ KINDS = {
     "op_time_model": ("Technique", "--op-time-model"),
     "router": ("Technique", "--router"),
     "speculator": ("Speculator", "--speculator"),
+    "workload": ("Synthetic", "--workload"),
 }
 EXIT = "sys.exit(0)"
+THINKING = (*SIMULATE, "--turns", "2", "--think-time", "1")
+IMAGES = ("simulate", "--model", "qwen2.5-vl-7b", *SIMULATE[3:], "--images-per-request", "1", "--image-tokens", "4")
 
 
 def plugin(folder: Path, kind: str, body: str, outside: str = "") -> tuple[str, ...]:
@@ -127,6 +132,30 @@ BROKEN = [
             (f"{name} = {given.format('{1}')}", (f"speculator 'odd' gave {{1}} in {name}; give ",)),
         )
     ),
+    *(
+        ("workload", f"{name} = {given.format(bad)}", command, (f"workload 'odd' {words}", f" in {name}"))
+        for name, command, given in (
+            ("ignores", SIMULATE, "property(lambda self: {})"),
+            ("drafts", SIMULATE, "lambda self, *given: {}"), ("arrivals", SIMULATE, "lambda self, *given: {}"),
+            ("made_up", IMAGES, "lambda self, *given: {}"), ("chances", THINKING, "lambda self, *given: {}"),
+        )
+        for bad, words in (("1 / 0", "failed"), ("[None]", "gave"))
+    ),
+    *(
+        ("workload", f"def drafts(self, *given): return [Draft({fields})]", SIMULATE, (f"workload 'odd' gave {words}", "of a Draft"))
+        for fields, words in (
+            ("'hello', 4", "'hello' in drafts"), ("(), 4", "() in drafts"), ("(1, 2), 0", "0 in drafts"), ("(1, 2), 4.0", "4 in drafts"),
+            ("(1, 2), 4, 'noon'", "'noon' in drafts"), ("(1, 2), 4, float('nan')", "nan in drafts"),
+            ("(1, 2), 4, temperature='hot'", "'hot' in drafts"), ("(1, 2), 4, session=7", "7 in drafts"),
+            ("(1, 2), 4, think_s=-1", "-1 in drafts"), ("(1, 2), 4, shared=-1", "-1 in drafts"), ("(1, 2), 4, images=(1,)", "(1,) in drafts"),
+        )
+    ),
+    ("workload", "def drafts(self, *given): return None", SIMULATE, ("gave None in drafts", "a list of Draft")),
+    ("workload", "def drafts(self, *given): return []", SIMULATE, ("gave [] in drafts", "at least one Draft")),
+    ("workload", "def drafts(self, *given):\n        yield 1 / 0", SIMULATE, ("failed in drafts: ZeroDivisionError",)),
+    ("workload", "def arrivals(self, workload, num): return [0.0]", SIMULATE, ("gave [0.0] in arrivals", "give 4 times in s")),
+    ("workload", "def chances(self, *given): return iter([0.5])", THINKING, ("gave 0.5 in chances", "without end")),
+    ("workload", "ignores = 'trace'", SIMULATE, ("gave 'trace' in ignores", "as a tuple")),
     ("speculator", "def accepted(self, checked, draw): return checked + 1", SIMULATE, ("in accepted", "at most the")),
     ("speculator", "def draft_ops(self, model, shape, layout): return ['x']", SIMULATE, ("in draft_ops", "a list of Op")),
     ("speculator", "def weight_bytes(self, model, layout): return float('nan')", SIMULATE, ("gave nan in weight_bytes",)),
@@ -140,6 +169,14 @@ def test_what_a_plugin_breaks_is_one_line_that_names_it(
     cli: Callable, tmp_path: Path, kind: str, body: str, command: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     cli(*command, *plugin(tmp_path, kind, body)).is_error("'odd'", *words)
+
+
+def test_a_workload_source_that_cannot_say_what_it_reads_is_named(cli: Callable, tmp_path: Path) -> None:
+    """Nobody chose it: it is asked in its turn whether it reads the file."""
+    chosen = plugin(tmp_path, "workload", "accepts = classmethod(lambda cls, workload: 1 / 0)")
+    trace = tmp_path / "trace.unknown"
+    trace.write_text("?")
+    cli(*SIMULATE, *chosen[:2], "--trace", trace).is_error("workload 'odd' failed in accepts: ZeroDivisionError")
 
 
 def test_the_end_of_a_process_is_no_answer_wherever_it_comes_from(cli: Callable, tmp_path: Path) -> None:
