@@ -70,9 +70,9 @@ def document_alone() -> Iterator[None]:
 def print_table(table: Table) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names are those of users and files: [x] and :x: are no markup
     # a pipe has no width: let the widest row decide instead of cutting words
-    console = console if console.is_terminal else Console(width=160)
+    console = console if console.is_terminal else Console(markup=False, emoji=False, width=160)
     if table.title:  # not above the table, where rich wraps it to the table's width
         console.print(table.title, style="bold", highlight=False)
         table.title = None

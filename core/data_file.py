@@ -2,6 +2,7 @@
 
 Invariants
 * A number is a number: text, true and infinity are refused where one is expected, though pydantic would convert them.
+* A field that a file has twice is refused: the first value would be ignored.
 * Sizes far below any hardware were written in another unit: that is an error which names the unit.
 """
 
@@ -12,9 +13,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from twinfer.core.errors import ConfigError
@@ -22,6 +23,19 @@ from twinfer.core.mistakes import first_mistake
 
 _NUMBERS = (int, float)
 Spec = TypeVar("Spec", bound="NumbersOfAFile")
+
+
+def _number(value: Any) -> Any:
+    """`value`, unless pydantic would make a number of what is none."""
+    if isinstance(value, bool | str):
+        raise PydanticCustomError("float_type", "no number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("finite_number", "not finite")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+"""One of the numbers in a mapping or list."""
 
 
 class NumbersOfAFile(BaseModel):
@@ -34,12 +48,7 @@ class NumbersOfAFile(BaseModel):
     def _is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name or ""].annotation
         parts = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-        if any(part in _NUMBERS for part in parts):
-            if isinstance(value, bool | str):
-                raise PydanticCustomError("float_type", "no number")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise PydanticCustomError("finite_number", "not finite")
-        return value
+        return _number(value) if any(part in _NUMBERS for part in parts) else value
 
 
 def read_numbers(path: Path, spec: type[Spec], option: str, what: str, units: Mapping[str, tuple[float, str]]) -> Spec:
@@ -48,9 +57,11 @@ def read_numbers(path: Path, spec: type[Spec], option: str, what: str, units: Ma
     units: field -> (a value that no hardware is below, what it is measured in); of a mapping, each of its values.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(option, str(path), f"cannot be read ({error.strerror})", "check the path") from None
+    except _Twice as error:
+        raise ConfigError(option, str(path), f"{error} is there twice", "keep one of them") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(option, str(path), f"is not a JSON file ({error})", f"give a {what} file") from None
     if not isinstance(found, dict):
@@ -62,8 +73,8 @@ def read_numbers(path: Path, spec: type[Spec], option: str, what: str, units: Ma
         fix = wrong.fix
         if wrong.kind in ("extra_forbidden", "missing") and len(wrong.path) == 1:
             fix = f"{fix}; fields: {', '.join(spec.model_fields)}"
-        given = "" if wrong.kind == "missing" else f"={_short(wrong.value)}"
-        raise ConfigError(option, str(path), f"{wrong.where}{given} {wrong.problem}", fix) from None
+        given = wrong.told if wrong.path else ""
+        raise ConfigError(option, str(path), f"{given} {wrong.problem}".strip(), fix) from None
     for field, (least, unit) in units.items():
         value = getattr(made, field)
         for part, number in value.items() if isinstance(value, dict) else [("", value)]:
@@ -75,9 +86,17 @@ def read_numbers(path: Path, spec: type[Spec], option: str, what: str, units: Ma
     return made
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+class _Twice(ValueError):
+    """An object has a field twice; its text is the field's name."""
 
 
-__all__ = ["NumbersOfAFile", "read_numbers"]
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+__all__ = ["Number", "NumbersOfAFile", "read_numbers"]

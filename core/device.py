@@ -8,18 +8,17 @@ Invariants
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from twinfer.core.data_file import NumbersOfAFile, read_numbers
+from twinfer.core.data_file import Number, NumbersOfAFile, read_numbers
 from twinfer.core.dtypes import canonical_dtype
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure
 from twinfer.core.link import load_link, load_link_if_known
 from twinfer.core.replace_file import check_replaceable, replace_file
 
@@ -37,14 +36,18 @@ UNITS = {
     "host_link_bandwidth": (1e5, "bytes per second, not GB/s"),
 }  # fmt: skip
 """Numbers that no device is below, and their units."""
+MOST = 10**24
+"""Bytes, B/s and FLOP/s that no device has: beyond it answers are no numbers any more."""
+MOST_PRICE = 1e6
+"""US$ per device and hour."""
 
 
 class MemoryTier(NumbersOfAFile):
     """One memory of a device: `bytes` of it at `bandwidth` B/s."""
 
     name: str
-    bytes: int = Field(gt=0)
-    bandwidth: float = Field(gt=0)
+    bytes: int = Field(ge=10**6, le=MOST)
+    bandwidth: float = Field(ge=1e6, le=MOST)
 
 
 class DeviceSpec(NumbersOfAFile):
@@ -65,29 +68,29 @@ class DeviceSpec(NumbersOfAFile):
     calibration: tables measured on this device (`twinfer calibrate`).
     """
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=255)
     aliases: tuple[str, ...] = ()
     kind: Literal["cpu", "gpu", "accelerator"]
-    memory_bytes: int = Field(gt=0)
+    memory_bytes: int = Field(gt=0, le=MOST)
     visible_bytes: int | None = Field(default=None, gt=0)
-    memory_bandwidth: float = Field(gt=0)
+    memory_bandwidth: float = Field(gt=0, le=MOST)
     tiers: tuple[MemoryTier, ...] = ()
-    peak_flops: dict[str, float]
+    peak_flops: dict[str, Number]
     link: str = ""
-    link_bandwidth: float | None = Field(default=None, gt=0)
-    link_latency: float | None = Field(default=None, ge=0)
+    link_bandwidth: float | None = Field(default=None, gt=0, le=MOST)
+    link_latency: float | None = Field(default=None, ge=0, le=60)
     devices_per_node: int | None = Field(default=None, ge=1)
     host_link: str = ""
-    host_link_bandwidth: float | None = Field(default=None, gt=0)
+    host_link_bandwidth: float | None = Field(default=None, gt=0, le=MOST)
     host_link_source: str = ""
     network: str = ""
-    network_bandwidth: float | None = Field(default=None, gt=0)
-    network_latency: float | None = Field(default=None, ge=0)
+    network_bandwidth: float | None = Field(default=None, gt=0, le=MOST)
+    network_latency: float | None = Field(default=None, ge=0, le=60)
     network_source: str = ""
-    tdp_watts: float | None = Field(default=None, gt=0)
+    tdp_watts: float | None = Field(default=None, gt=0, le=1e9)
     idle_watts: float | None = Field(default=None, ge=0)
     idle_source: str = ""
-    price_per_hour: float | None = Field(default=None, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0, lt=MOST_PRICE)
     price_source: str = ""
     runtime_bytes: int = Field(default=0, ge=0)
     graph_bytes: int = Field(default=0, ge=0)
@@ -110,9 +113,16 @@ class DeviceSpec(NumbersOfAFile):
                 raise ValueError(str(error)) from None
             if known != dtype:
                 raise ValueError(f"write {known!r} instead of {dtype!r}")
-            if not 0 < peak < math.inf:
-                raise ValueError(f"{dtype} must be positive")
+            if not 0 < peak <= MOST:
+                raise ValueError(f"{dtype} must be positive, at most {figure(MOST)}")
         return peaks
+
+    @field_validator("name")
+    @classmethod
+    def _printable(cls, name: str) -> str:
+        if not name.isprintable() or name != name.strip():
+            raise ValueError("has characters that cannot be printed, or spaces around it")
+        return name
 
     @field_validator("tiers")
     @classmethod
@@ -121,6 +131,19 @@ class DeviceSpec(NumbersOfAFile):
         if speeds != sorted(speeds, reverse=True):
             raise ValueError("list the fastest first")
         return tiers
+
+    @model_validator(mode="after")
+    def _parts_of_the_whole(self) -> DeviceSpec:
+        # makers state GB where devices have GiB, 7 % more
+        for field, of, most in (("visible_bytes", "memory_bytes", 1.1), ("idle_watts", "tdp_watts", 1.0)):
+            part, whole = getattr(self, field), getattr(self, of)
+            if part is not None and whole is not None and part > most * whole:
+                raise ValueError(f"{field}={part:g} is more than {of}={whole:g}")
+        if (taken := self.runtime_bytes + self.graph_bytes) >= self.usable_bytes:
+            raise ValueError(
+                f"runtime_bytes and graph_bytes take {taken:g} of the {self.usable_bytes:g} bytes that a process sees"
+            )
+        return self
 
     @property
     def usable_bytes(self) -> int:
@@ -260,4 +283,9 @@ def write_device(spec: DeviceSpec, path: str | Path) -> Path:
 
 def check_device_out(option: str, path: Path) -> None:
     """Raise ConfigError unless a device file may be written to `path`, which a user named with `option`."""
+    if not path.stem.isprintable() or path.stem != path.stem.strip():
+        raise ConfigError(
+            option, str(path), "is no name of a device: it has characters that cannot be printed, or spaces around it",
+            "give another file",
+        )  # fmt: skip
     check_replaceable(option, path, "a device file", lambda begin: re.match(r'\s*\{\s*"name"\s*:', begin) is not None)

@@ -31,8 +31,8 @@ class LinkSpec(NumbersOfAFile):
 
     name: str
     title: str
-    bandwidth: float = Field(gt=0)
-    latency: float | None = Field(default=None, ge=0)
+    bandwidth: float = Field(gt=0, le=1e24)
+    latency: float | None = Field(default=None, ge=0, le=60)
     efficiency: float | None = Field(default=None, gt=0, le=1)
     source: str
     date: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from twinfer.core.errors import figure
+from twinfer.core.errors import figure, short
 
 _WHOLE = ("is no whole number", "give a whole number")
 _NUMBER = ("is no number", "give a number")
@@ -51,6 +51,11 @@ class Mistake:
     @property
     def where(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def told(self) -> str:
+        """The field, with its value where it has one."""
+        return self.where if self.kind == "missing" else f"{self.where}={short(self.value)}"
 
 
 def first_mistake(error: ValidationError) -> Mistake:

@@ -16,11 +16,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from twinfer.core.config import Choice, EngineConfig
-from twinfer.core.device import DeviceSpec, all_devices, load_device
+from twinfer.core.device import MOST_PRICE, DeviceSpec, all_devices, load_device
 from twinfer.core.errors import ConfigError, figure
 from twinfer.core.goal import Goal, parse_goals
 from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload, make_workload
+from twinfer.plugins.op_time.calibrated import calibration_of
+from twinfer.plugins.op_time.roofline import curves_of
 
 DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_TOKENS = (512, 1024, 2048)
@@ -121,11 +123,19 @@ def check_question(question: Question, registry: Registry) -> None:
             raise ConfigError("--host-tier", tier, "is no number of bytes", "give a size such as 64GiB, or none")
     devices = devices_of_question(question, registry)
     names = {*devices, *(device.name for device in devices.values())}
+    for device in devices.values():  # what is wrong there is wrong with every design
+        curves_of(device)
+        calibration_of(device)
     for name, price in question.prices.items():
         if name not in names:
             raise ConfigError("--price", name, "no such device is searched", f"searched: {', '.join(sorted(names))}")
-        if not 0 <= price < 1e6:
-            raise ConfigError("--price", f"{name}={price:g}", "is no price", "give US$ per device and hour, below 1e6")
+        if not 0 <= price < MOST_PRICE:
+            raise ConfigError(
+                "--price",
+                f"{name}={price:g}",
+                "is no price",
+                f"give US$ per device and hour, below {figure(MOST_PRICE)}",
+            )
 
 
 def devices_of_question(question: Question, registry: Registry) -> dict[str, DeviceSpec]:

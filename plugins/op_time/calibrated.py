@@ -319,16 +319,24 @@ def calibration_of(device: DeviceSpec) -> Calibration | None:
     except ValidationError as error:
         wrong = first_mistake(error)
         raise ConfigError(
-            "--device", device.name, f"calibration.{wrong.where} {wrong.problem}", "run `twinfer calibrate` again"
-        ) from None
+            "--device", device.name, f"its file has calibration.{wrong.told}, which {wrong.problem}",
+            "repair that, or run `twinfer calibrate` again",
+        ) from None  # fmt: skip
+    for tables in calibration.tables:
+        for fit, known in ((tables.attention, ATTENTION_TERMS), (tables.host, HOST_TERMS), (tables.around, HOST_TERMS)):
+            if fit is not None and (odd := [term for term in fit.terms if term not in known]):
+                raise ConfigError(
+                    "--device", device.name, f"its file has a calibration with the term {odd[0]!r}, which is not known",
+                    "run `twinfer calibrate` again",
+                )  # fmt: skip
     _read[id(given)] = (given, calibration)
     return calibration
 
 
 def is_outdated(device: DeviceSpec) -> bool:
     """Whether the device's tables are of a version that is not read any more."""
-    given = getattr(device, "calibration", None) or {}
-    return bool(given.get("version", VERSION) < VERSION)
+    version = (getattr(device, "calibration", None) or {}).get("version", VERSION)
+    return type(version) is int and version < VERSION
 
 
 def lookup_of(device: DeviceSpec, of: Format | None = None) -> Lookup | None:

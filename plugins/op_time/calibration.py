@@ -10,9 +10,11 @@ Invariants
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from twinfer.core.dtypes import dtype_bits, dtype_bytes
 
@@ -25,8 +27,21 @@ MIN_DRIFT = 0.03
 """A machine's speed an hour from now is not known better, however steady it was for a minute."""
 
 
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0)]
+"""Relative to something, or seconds that may be none."""
+
+
 class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _check_points(x: Sequence[float], seconds: Sequence[float]) -> None:
+    """ValueError unless there are as many `seconds` as `x`, which rise."""
+    if not x or len(x) != len(seconds):
+        raise ValueError(f"has {len(x)} points and {len(seconds)} times")
+    if any(a >= b for a, b in itertools.pairwise(x)):
+        raise ValueError("has points that do not rise")
 
 
 class Format(_Stored):
@@ -34,7 +49,7 @@ class Format(_Stored):
 
     dtype: str
     compute: str
-    bits: float
+    bits: Positive
     kv: str
 
     @classmethod
@@ -70,12 +85,17 @@ class GemmTable(_Stored):
     """Measured seconds of x[m, k] @ w[n, k].T by m; `spread`: relative standard deviation of the medians."""
 
     dtype: str
-    bits: float
-    n: int
-    k: int
-    m: tuple[int, ...]
-    seconds: tuple[float, ...]
-    spread: float
+    bits: Positive
+    n: int = Field(ge=1)
+    k: int = Field(ge=1)
+    m: tuple[Annotated[int, Field(ge=1)], ...]
+    seconds: tuple[Positive, ...]
+    spread: Share
+
+    @model_validator(mode="after")
+    def _check(self) -> GemmTable:
+        _check_points(self.m, self.seconds)
+        return self
 
     def moved(self, m: int, n: int, k: int) -> float:
         """Bytes of such a product."""
@@ -85,16 +105,21 @@ class GemmTable(_Stored):
 class Curve(_Stored):
     """Measured seconds over x: bytes of elementwise work, or tokens of grouped products."""
 
-    x: tuple[float, ...]
-    seconds: tuple[float, ...]
-    spread: float
+    x: tuple[Positive, ...]
+    seconds: tuple[Share, ...]
+    spread: Share
+
+    @model_validator(mode="after")
+    def _check(self) -> Curve:
+        _check_points(self.x, self.seconds)
+        return self
 
 
 class Fit(_Stored):
     """A non-negative linear fit; `spread`: relative standard deviation of its residuals."""
 
-    terms: dict[str, float]
-    spread: float
+    terms: dict[str, Share]
+    spread: Share
     num_points: int = 0
 
 
@@ -119,15 +144,21 @@ class Tables(_Stored):
     inside: tuple[str, ...] = ()
     host: Fit | None = None
     around: Fit | None = None
-    written: float = 0.0
-    recorded: float = 0.0
-    level: float = 1.0
-    level_spread: float = 0.0
-    drift: float = 0.0
-    jitter: float = 0.0
+    written: Share = 0.0
+    recorded: Share = 0.0
+    level: Positive = 1.0
+    level_spread: Share = 0.0
+    drift: Share = 0.0
+    jitter: Share = 0.0
 
 
-Sizes = tuple[tuple[float, float], tuple[float, float]]
+def _small_first(sizes: tuple[tuple[float, float], tuple[float, float]]) -> Any:
+    if sizes[0][0] >= sizes[1][0]:
+        raise ValueError("has no small launch before a large one")
+    return sizes
+
+
+Sizes = Annotated[tuple[tuple[Positive, Positive], tuple[Positive, Positive]], AfterValidator(_small_first)]
 """(seconds of a launch as predicted, factor) of the small launches of an op, and of its large ones."""
 
 
@@ -140,9 +171,9 @@ class Correction(_Stored):
 
     format: Format
     model: str
-    factors: dict[str, float]
+    factors: dict[str, Positive]
     by_size: dict[str, Sizes] = {}
-    spreads: dict[str, float]
+    spreads: dict[str, Share]
     source: str
     date: str
 
@@ -169,7 +200,7 @@ class Calibration(_Stored):
     created: str = ""
     tables: tuple[Tables, ...] = ()
     corrections: tuple[Correction, ...] = ()
-    copy_bandwidth: float = 0.0
+    copy_bandwidth: Share = 0.0
     fingerprint: dict[str, Any] = {}
 
     def correction(self, model: ModelSpec | None) -> Correction | None:

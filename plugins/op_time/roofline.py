@@ -22,9 +22,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from twinfer.core import technique
 from twinfer.core.dtypes import dtype_bytes
@@ -46,10 +46,20 @@ class GemmCurve(BaseModel):
     """Constants of the gemm formula for one dtype."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    overhead: float = Field(ge=0, description="s per launch")
+    overhead: float = Field(ge=0, le=60, description="s per launch")
     compute: float = Field(gt=0, le=1, description="share of peak FLOP/s at large m")
     memory: float = Field(gt=0, le=1, description="share of memory bandwidth at m = 1")
     power: float = Field(ge=1, description="sharpness of the knee; inf is a plain roofline")
+
+
+def _rising(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(points)):
+        raise ValueError("has points whose x do not rise")
+    return points
+
+
+_Positive = Annotated[float, Field(gt=0)]
+Points = Annotated[tuple[tuple[_Positive, Annotated[float, Field(gt=0, le=1)]], ...], AfterValidator(_rising)]
 
 
 class Curves(BaseModel):
@@ -58,21 +68,21 @@ class Curves(BaseModel):
     Tables are (x, efficiency) points, interpolated in log2(x) and flat beyond their ends.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     gemm: dict[str, GemmCurve] = Field(default_factory=dict)
     experts: dict[str, GemmCurve] = Field(default_factory=dict)  # routing to weighted sum; of `gemm` where absent
-    attention_overhead: float = Field(default=0.0, ge=0)
-    attention_compute: tuple[tuple[float, float], ...] = ()  # (context in tokens, share of peak FLOP/s)
-    attention_memory: tuple[tuple[float, float], ...] = ()  # (KV bytes per launch, share of bandwidth)
-    elementwise_overhead: float = Field(default=0.0, ge=0)
+    attention_overhead: float = Field(default=0.0, ge=0, le=60)
+    attention_compute: Points = ()  # (context in tokens, share of peak FLOP/s)
+    attention_memory: Points = ()  # (KV bytes per launch, share of bandwidth)
+    elementwise_overhead: float = Field(default=0.0, ge=0, le=60)
     elementwise_memory: float = Field(default=1.0, gt=0, le=1)
-    comm_overhead: float = Field(default=0.0, ge=0)
+    comm_overhead: float = Field(default=0.0, ge=0, le=60)
     comm_link: float = Field(default=1.0, gt=0, le=1)
     comm_network: float = Field(default=0.85, gt=0, le=1)
     scan_compute: float = Field(default=1.0, gt=0, le=1)
     host_link: float = Field(default=1.0, gt=0, le=1)
-    host_step: float = Field(default=0.0, ge=0)
-    host_row: float = Field(default=0.0, ge=0)
+    host_step: float = Field(default=0.0, ge=0, le=60)
+    host_row: float = Field(default=0.0, ge=0, le=60)
     sigma: float = Field(default=0.15, ge=0, le=1, description="relative standard deviation of op times")
 
 
@@ -200,7 +210,7 @@ def curves_of(device: DeviceSpec) -> Curves | None:
     except ValidationError as error:
         wrong = first_mistake(error)
         raise ConfigError(
-            "--device", device.name, f"efficiency.{wrong.where} {wrong.problem}", "repair the device file"
+            "--device", device.name, f"its file has efficiency.{wrong.told}, which {wrong.problem}", wrong.fix
         ) from None
     _curves[key] = (given, curves)
     return curves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import get_args
 import pytest
 
 from twinfer.cli.scenario_options import scenario_options
+from twinfer.core.device import load_device
 
 SMALL = ("--requests", "2", "--input-len", "4", "--output-len", "2", "--no-save")
 ODD = ("", "0", "-1", "1e99", "nan", "inf", "word", "9" * 30)
@@ -193,3 +195,16 @@ def test_a_script_that_ends_itself_is_no_plugin(cli: Callable, tmp_path: Path) -
     for word in ("--plugins-dir=", "--plugin-module="):
         cli("plugins", word).is_error(word + "''", "is empty")
     cli("plugins", "--plugins-dir", "").is_error("--plugins-dir=''", "is empty")
+
+
+def test_names_are_no_markup(cli: Callable, tmp_path: Path) -> None:
+    """`[/b]` ends nothing, `[red]` and `:moon:` are written as they are."""
+    name = "[red]x[/b]:moon:"
+    spec = load_device("l4").model_dump(mode="json") | {"name": name, "aliases": []}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(spec))
+    assert name in cli("devices", path).out
+    ran = cli("simulate", "--model", "smollm2-135m", "--device", path, "--requests", "2", "--input-len", "8", "--output-len", "2",
+              "--name", name)  # fmt: skip
+    assert ran.code == 0 and name in ran.out
+    assert name in cli("compare", "--list").out

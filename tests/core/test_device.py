@@ -159,6 +159,15 @@ GOOD = {
         (json.dumps(GOOD | {"peak_flops": {"float16": 200}}), "peak_flops float16=200 is less"),
         (json.dumps(GOOD | {"devices_per_node": 2.5}), "devices_per_node=2.5 is no whole number"),
         (json.dumps(GOOD | {"name": ""}), "name='' is too short"),
+        (json.dumps(GOOD | {"name": "a\nb"}), "name='a\\nb' has characters that cannot be printed"),
+        (json.dumps(GOOD)[:-1] + ', "memory_bytes": 1}', "memory_bytes is there twice; keep one of them"),
+        (json.dumps(GOOD | {"peak_flops": {"float16": "1e14"}}), "peak_flops.float16='1e14' is no number"),
+        (json.dumps(GOOD | {"peak_flops": {"float16": True}}), "peak_flops.float16=True is no number"),
+        (json.dumps(GOOD | {"memory_bytes": 10**400}), "is too large"), (json.dumps(GOOD | {"price_per_hour": 1e308}), "less than"),
+        (json.dumps(GOOD | {"visible_bytes": 10**12}), "visible_bytes=1e+12 is more than memory_bytes=1e+10"),
+        (json.dumps(GOOD | {"runtime_bytes": 10**10}), "runtime_bytes and graph_bytes take 1e+10 of the 1e+10 bytes"),
+        (json.dumps(GOOD | {"idle_watts": 2, "tdp_watts": 1}), "idle_watts=2 is more than tdp_watts=1"),
+        (json.dumps(GOOD | {"tiers": [{"name": "a", "bytes": 1, "bandwidth": 1e12}]}), "tiers.0.bytes=1 is too small"),
     ],
 )  # fmt: skip
 def test_bad_file_names_the_field(content: str, words: str, tmp_path: Path) -> None:
@@ -200,7 +209,7 @@ def test_on_chip_designs(name: str, size: float, bandwidth: float) -> None:
 
 
 def test_tiers_are_listed_from_the_fastest(tmp_path: Path) -> None:
-    tiers = [{"name": "a", "bytes": 1, "bandwidth": 1.0}, {"name": "b", "bytes": 2, "bandwidth": 2.0}]
+    tiers = [{"name": "a", "bytes": 10**6, "bandwidth": 1e9}, {"name": "b", "bytes": 10**7, "bandwidth": 2e9}]
     path = tmp_path / "x.json"
     path.write_text(json.dumps(GOOD | {"tiers": tiers}))
     with pytest.raises(ConfigError, match=r"tiers=.*list the fastest first"):

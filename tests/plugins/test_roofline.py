@@ -113,10 +113,18 @@ def test_communication_without_a_link_is_refused() -> None:
         Roofline().time(op, alone)
 
 
-def test_malformed_curves_name_the_field() -> None:
-    bad = H100.model_copy(update={"efficiency": {"gemm": {"bfloat16": {"overhead": -1}}}})
-    with pytest.raises(ConfigError, match=r"efficiency\.gemm\.bfloat16\.overhead"):
-        curves_of(bad)
+@pytest.mark.parametrize(
+    ("efficiency", "words"),
+    [
+        ({"gemm": {"bfloat16": {"overhead": -1}}}, r"efficiency\.gemm\.bfloat16\.overhead=-1, which is too small"),
+        ({"attention_compute": [[0, 0.5]]}, r"attention_compute\.0\.0=0, which is too small; give more than 0"),
+        ({"attention_compute": [[2, 0.5], [1, 0.5]]}, "points whose x do not rise"),
+        ({"host_step": float("inf")}, "host_step=inf, which is not finite"), ({"host_row": 1e300}, "at most 60"),
+    ],
+)  # fmt: skip
+def test_malformed_curves_name_field_and_value(efficiency: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        curves_of(H100.model_copy(update={"efficiency": efficiency}))
 
 
 def test_every_shipped_device_has_well_formed_curves() -> None:

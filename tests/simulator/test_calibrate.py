@@ -317,3 +317,45 @@ def test_a_file_of_an_older_version_is_not_read_and_says_so() -> None:
     device = load_device("cpu", REGISTRY).model_copy(update={"calibration": {"version": 1, "gemm": []}})
     assert Calibrated().time(step_ops(SPEC, StepShape.decode(10))[2], device) is None
     assert "older version" in coverage(device, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"version": "2"}, "calibration.version='2'"), ({"version": None}, "calibration.version=None"),
+        ({"copy_bandwidth": float("nan")}, "copy_bandwidth=nan, which is not finite"),
+        ({"tables": {"gemm": {"m": []}}}, "has 0 points and"), ({"tables": {"gemm": {"n": 0}}}, "n=0, which is too small"),
+        ({"tables": {"gemm": {"bits": 0}}}, "bits=0, which is too small"), ({"tables": {"level": 0}}, "level=0, which is too small"),
+        ({"tables": {"host": {"terms": {"moon": 1.0}}}}, "the term 'moon'"),
+        ({"corrections": {"by_size": {"qkv_proj": [[2.0, 1.0], [1.0, 1.0]]}}}, "no small launch before a large one"),
+        ({"corrections": {"factors": {"*": -1}}}, "factors.*=-1, which is too small"),
+        ({"corrections": {"by_size": {"qkv_proj": [[1.0, 1.0]]}}}, "by_size.qkv_proj.1, which is missing"),
+    ],
+)  # fmt: skip
+def test_a_damaged_calibration_is_told_by_field_and_value(damage: dict[str, Any], words: str) -> None:
+    def damaged(whole: Any, part: Any) -> Any:
+        """`whole` with the values of `part`; of a list, its first entry."""
+        if isinstance(whole, list) and isinstance(part, dict):
+            return [damaged(whole[0], part), *whole[1:]]
+        if isinstance(whole, dict) and isinstance(part, dict):
+            return whole | {name: damaged(whole.get(name), value) for name, value in part.items()}
+        return part
+
+    device = device_of(measured(), SPEC, REGISTRY)
+    calibration = json.loads(json.dumps(device.calibration))
+    form = calibration["tables"][0]["format"]
+    calibration["corrections"] = [
+        {
+            "format": form,
+            "model": SPEC.name,
+            "factors": {"*": 1.0},
+            "by_size": {},
+            "spreads": {},
+            "source": "me",
+            "date": "2026",
+        }
+    ]
+    assert coverage(device.model_copy(update={"calibration": calibration}), SPEC) == "corrected by me"
+    with pytest.raises(ConfigError) as caught:
+        coverage(device.model_copy(update={"calibration": damaged(calibration, damage)}), SPEC)
+    assert words in str(caught.value) and "twinfer calibrate" in str(caught.value)
