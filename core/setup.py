@@ -17,7 +17,7 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
-from twinfer.core.guard import adapted_model, block_size_of, reasons_against
+from twinfer.core.guard import Blaming, adapted_model, block_size_of, reasons_against, unusable
 from twinfer.core.memory_parts import largest_kv, refuse_indivisible
 from twinfer.core.policy import KVCache, Limits, Scheduler
 from twinfer.core.registry import OPTION_OF_KIND, Registry
@@ -145,7 +145,10 @@ def _conversion(spec: ModelSpec, model: ModelSpec, techniques: Sequence[Techniqu
     """What becomes of the checkpoint's attention, in words; nothing when it stays as it was trained."""
     for technique in techniques:
         describe = getattr(technique, "conversion", None)
-        words = describe(spec) if describe is not None else ""
+        with Blaming("attention", technique, "conversion"):
+            words = describe(spec) if describe is not None else ""
+        if not isinstance(words, str):
+            raise unusable("attention", technique, "conversion", words, "words, none where nothing is converted")
         if words:
             before, after = spec.kv_bytes_per_token(model.kv_dtype), model.kv_bytes_per_token()
             return {"attention": f"{words}; KV per token {before:,.0f} B before, {after:,.0f} B after"}

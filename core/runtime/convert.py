@@ -9,6 +9,7 @@ An attention technique that serves other checkpoints than its own has `convert(c
 Invariants
 * A family sees names and shapes it knows; it cannot tell a converted checkpoint from a trained one.
 * Nothing is read or computed before it is asked for; sums and means are in float64 and rounded once.
+* What a technique raises while it converts, or while its tensors are made, is a PluginError that names it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from twinfer.core.errors import ModelError
+from twinfer.core.guard import Blaming, unusable
 from twinfer.core.runtime.stored_blocks import StoredBlocks
 from twinfer.core.runtime.weights import WeightSource
 from twinfer.core.spec import MLASpec, ModelSpec
@@ -112,6 +114,43 @@ def regrouped(source: WeightSource, spec: ModelSpec, num_kv_heads: int) -> Weigh
     return ReplacedTensors(source, {name: shape(name) for name in kv}, make)
 
 
+class ConvertedTensors:
+    """`inner`, which a technique has converted: what goes wrong in it is the fault of `blaming`."""
+
+    def __init__(self, inner: WeightSource, blaming: Blaming) -> None:
+        with blaming:
+            self.inner, self.path = inner, inner.path
+        self._blaming = blaming
+
+    def names(self) -> Iterable[str]:
+        with self._blaming:
+            return list(self.inner.names())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with self._blaming:
+            return self.inner.shape(name)
+
+    def get(self, name: str) -> Tensor:
+        with self._blaming:
+            return self.inner.get(name)
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """As of `ReplacedTensors`."""
+        with self._blaming:
+            blocks = getattr(self.inner, "blocks", None)
+            return None if blocks is None else blocks(name)
+
+
+def converted(attention: Any, checkpoint: Checkpoint, model: ModelSpec) -> Converted:
+    """`checkpoint` as `attention`, a technique, converts it to `model`."""
+    blaming = Blaming("attention", attention, "convert")
+    with blaming:
+        answer = attention.convert(checkpoint, model)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], ModelSpec)):
+        raise unusable("attention", attention, "convert", answer, "a Converted: the tensors and the spec that they fit")
+    return Converted(ConvertedTensors(answer[0], blaming), answer[1])
+
+
 def differs(checkpoint: ModelSpec, model: ModelSpec) -> bool:
     """Whether `model` needs other weights for keys and values than `checkpoint` was trained with."""
 
@@ -121,4 +160,4 @@ def differs(checkpoint: ModelSpec, model: ModelSpec) -> bool:
     return weights(checkpoint) != weights(model)
 
 
-__all__ = ["Checkpoint", "Converted", "ReplacedTensors", "differs", "regrouped"]
+__all__ = ["Checkpoint", "Converted", "ConvertedTensors", "ReplacedTensors", "converted", "differs", "regrouped"]

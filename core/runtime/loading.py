@@ -23,6 +23,7 @@ from twinfer.core.core import Core
 from twinfer.core.device import DeviceSpec, load_device
 from twinfer.core.errors import ConfigError, ModelError
 from twinfer.core.executor import Executor
+from twinfer.core.guard import Blaming, unusable
 from twinfer.core.host import cpu_name
 from twinfer.core.observers import Observers
 from twinfer.core.provision import provision
@@ -235,7 +236,10 @@ def linears_of(setup: Setup, registry: Registry, target: torch.device) -> Linear
             "--quant", str(setup.config.quantizer), "has no implementation in the engine",
             "leave it out; the simulator can show what it would do",
         )  # fmt: skip
-    factory: LinearFactory = quantizer.linear(setup.model, target)
+    with Blaming("quantizer", quantizer, "linear"):
+        factory: LinearFactory = quantizer.linear(setup.model, target)
+    if not callable(factory):
+        raise unusable("quantizer", quantizer, "linear", factory, "a LinearFactory")
     if getattr(factory, "takes_blocks", False) and differs(setup.checkpoint, setup.model):
         raise ConfigError(
             "--quant", str(setup.config.quantizer),
@@ -259,9 +263,14 @@ def torch_executor(
     if sampler is not None and model.parallel.size > 1:
         raise ConfigError("--tp", model.parallel.size, "its ranks sample for themselves", "use --tp 1 for this")
     attention = _attention(setup, registry)
+    local = model.parallel.local(setup.model)
+    with Blaming("attention", attention, "build"):
+        built = attention.build(local)
+    if not hasattr(built, "step"):
+        raise unusable("attention", attention, "build", built, "an implementation with a method `step`")
     # Profiling waits for the device after every op; only a CPU has nothing to wait for.
     return TorchExecutor(
-        model, attention.build(model.parallel.local(setup.model)), setup.limits.num_blocks, setup.block_size, sampler,
+        model, built, setup.limits.num_blocks, setup.block_size, sampler,
         profile=model.device.type == "cpu", num_host_blocks=setup.limits.num_host_blocks,
         groups=setup.groups, kv_dtype=DTYPES[setup.model.kv_dtype],
     )  # fmt: skip

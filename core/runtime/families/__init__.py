@@ -93,7 +93,7 @@ def load_model(
     """
     import torch
 
-    from twinfer.core.runtime.convert import Checkpoint, differs
+    from twinfer.core.runtime.convert import Checkpoint, converted, differs
     from twinfer.core.runtime.linear import dense
     from twinfer.core.runtime.parallel import ALONE
     from twinfer.core.runtime.weights import Loader, Unpacked, check_tensors, open_weights
@@ -123,5 +123,5 @@ def load_model(
         whole = Checkpoint(
             original, source, torch.device(device), lambda linear: build(original, source, torch.float32, linear)
         )
-        source, model = attention.convert(whole, model)
+        source, model = converted(attention, whole, model)
     return build(model, source, dtype or torch.float32, linear or dense, parallel or ALONE)
