@@ -8,7 +8,7 @@ Invariants
 * The first plugin to register a name of a kind owns it; later ones get `plugin/name`.
 * A plugin asked for by name that fails to load is an error; an installed one that fails is listed as
   broken with its reason, and any lookup that misses says so.
-* A hook that no specification knows (a misspelling) is an error.
+* A hook that no specification knows (a misspelling) is an error that lists those there are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,13 +154,30 @@ class Registry:
             self._pm.unregister(name=name)
             if isinstance(error, PluginError):
                 raise
-            raise PluginError(f"plugin {name!r} ({source}): {raised(error)}") from error
+            misspelt = self._misspelt(plugin) if isinstance(error, pluggy.PluginValidationError) else ""
+            raise PluginError(f"plugin {name!r} ({source}): {misspelt or raised(error)}") from error
         for item in found:
             names = self._found[item.kind]
             key = item.name if item.name not in names else f"{name}/{item.name}"
             if key in names:
                 raise PluginError(f"plugin {name!r} registers {item.kind} {item.name!r} twice")
             names[key] = Registered(item.kind, key, item.cls, item.plugin, item.version, item.source)
+
+    def _misspelt(self, plugin: ModuleType | object) -> str:
+        """What `plugin` marks as a hook and is none, or asks a hook for that it does not give, in words; or nothing."""
+        known = [name for name, hook in vars(self._pm.hook).items() if hook.has_spec()]
+        for attribute in dir(plugin):
+            marked = self._pm.parse_hookimpl_opts(plugin, attribute)
+            if marked is None:
+                continue
+            hook = marked["specname"] or attribute
+            if hook not in known:
+                return f"there is no hook {hook!r}; {_nearest(hook, known)}hooks: {', '.join(known)}"
+            given = list(signature(getattr(hookspecs, hook)).parameters)
+            for name, parameter in signature(getattr(plugin, attribute)).parameters.items():
+                if name not in given and parameter.default is Parameter.empty:
+                    return f"hook {hook!r} gives no {name!r}; {_nearest(name, given)}it gives: {', '.join(given)}"
+        return ""
 
     # --- asking ---------------------------------------------------------------------------------
 
@@ -177,9 +195,7 @@ class Registry:
         except KeyError:
             pass
         names = self.names(kind)
-        close = get_close_matches(name, names, n=1)
-        fix = f"did you mean {close[0]!r}? " if close else ""
-        fix += f"known: {', '.join(names) or 'none'}"
+        fix = f"{_nearest(name, names)}known: {', '.join(names) or 'none'}"
         if self.broken:
             fix += "; plugins that failed to load: " + "; ".join(f"{k} ({v})" for k, v in self.broken.items())
         raise ConfigError(OPTION_OF_KIND[kind], name, f"no such {kind.replace('_', ' ')}", fix)
@@ -208,6 +224,12 @@ def validate_options(option: str, choice: Choice, model: type[BaseModel]) -> Bas
         raise ConfigError(
             option, str(choice), f"{choice.name}: {what}{wrong.problem}", f"{wrong.fix}; its options: {known}"
         ) from None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """A guess at what `name` was meant to be, with a blank behind; nothing where none is near."""
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:

@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 
+from twinfer.core import hookspecs
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError
 from twinfer.core.registry import Registry, default_registry, set_default_registry, validate_options
@@ -189,6 +190,26 @@ def test_a_plugin_that_breaks_its_contract_is_an_error_that_names_it(tmp_path: P
     with pytest.raises(PluginError, match=problem) as caught:
         Registry(plugin_dirs=[tmp_path], entry_points=False)
     assert "faulty" in str(caught.value)
+
+
+HOOKS = ", ".join(name for name in vars(hookspecs) if name.startswith(("register_", "on_")))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("def register_scheduler", "def register_shedulers", f"there is no hook 'register_shedulers'; did you mean 'register_scheduler'? hooks: {HOOKS}"),
+        ("@hookimpl", "@hookimpl(specname='on_setp')", f"there is no hook 'on_setp'; did you mean 'on_step'? hooks: {HOOKS}"),
+        ("def register_scheduler", "def zzz", f"there is no hook 'zzz'; hooks: {HOOKS}"),
+        ("(register):", "(registrar):", "hook 'register_scheduler' gives no 'registrar'; did you mean 'register'? it gives: register"),
+        ("def register_scheduler(register)", "def on_step(plan, what)", "hook 'on_step' gives no 'what'; it gives: plan, result"),
+    ],
+)  # fmt: skip
+def test_what_is_misspelt_in_a_hook_is_named_with_what_there_is(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = write(tmp_path, "faulty", PLUGIN.replace(old, new))
+    with pytest.raises(PluginError) as caught:
+        Registry(plugin_dirs=[tmp_path], entry_points=False)
+    assert str(caught.value) == f"plugin 'faulty' ({path}): {said}"
 
 
 # --- entry points -------------------------------------------------------------------------------------
