@@ -165,7 +165,7 @@ class Registry:
 
     def _misspelt(self, plugin: ModuleType | object) -> str:
         """What `plugin` marks as a hook and is none, or asks a hook for that it does not give, in words; or nothing."""
-        known = [name for name, hook in vars(self._pm.hook).items() if hook.has_spec()]
+        known = [name for name in vars(hookspecs) if name in vars(self._pm.hook)]
         for attribute in dir(plugin):
             marked = self._pm.parse_hookimpl_opts(plugin, attribute)
             if marked is None:
