@@ -296,8 +296,6 @@ def comparison_payload(joined: Any, records: list[RunRecord]) -> dict[str, Any]:
 
 
 def _finish(record: RunRecord, scenario: Scenario, answers: Sequence[tuple[str, str]] = ()) -> None:
-    from twinfer.core.overload import overload
-
     refuse_unserved(record)
     path, unsaved = _save(record, scenario)
     if scenario.as_json:
@@ -308,11 +306,6 @@ def _finish(record: RunRecord, scenario: Scenario, answers: Sequence[tuple[str, 
             print(f"{prompt} ->{text if text[:1].isspace() else ' ' + text}\n")
         for table in show.record_tables(record):
             show.print_table(table)
-        if (over := overload(record.requests)) is not None:
-            print(
-                f"traffic is above capacity: {show.number(over.offered)} requests/s arrive and {show.number(over.served)} /s are "
-                f"served; the queue grows, the last quarter waited {show.seconds(over.wait)} for a first step"
-            )
         for key, reason in record.reasons.items():
             print(f"{key}: {reason}")
         if path is not None:

@@ -1,11 +1,14 @@
-"""Whether requests came faster than they could be served, told from when each waited."""
+"""Whether requests came faster than they could be served, told from when each waited.
+
+A driver notes it in the reasons of a whole run (`traffic`), where the terminal, `--json`, the store and the dashboard find it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from twinfer.core.records import RequestRecord
+from twinfer.core.records import RequestRecord, RunRecord
 
 _FEWEST = 16  # requests of which a trend can be told
 _GROWING = 0.1
@@ -35,4 +38,17 @@ def overload(requests: Sequence[RequestRecord]) -> Overload | None:
     return Overload((len(come) - 1) / span, len(ends) / (max(ends) - come[0][0]), wait)
 
 
-__all__ = ["Overload", "overload"]
+def note_overload(record: RunRecord) -> None:
+    """Add to the reasons of `record` that traffic was above capacity, where it was."""
+    if (over := overload(record.requests)) is not None:
+        record.reasons["traffic"] = (
+            f"above capacity: {_figure(over.offered)} requests/s arrive and {_figure(over.served)} /s are served; the queue "
+            f"grows, the last quarter waited {_figure(over.wait)} s for a first step"
+        )
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+__all__ = ["Overload", "note_overload", "overload"]

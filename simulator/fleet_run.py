@@ -27,6 +27,7 @@ from twinfer.core.events import Abort, Finished, Output, Rejected, TokenDelta
 from twinfer.core.feeder import Feeder
 from twinfer.core.fleet import Fleet
 from twinfer.core.memory_parts import heaviest_rank
+from twinfer.core.overload import note_overload
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.recorder import Detail, Recorder
 from twinfer.core.records import RunRecord
@@ -100,6 +101,7 @@ def simulate_fleet(
         jitter = jitter_of(engine.device, engine.setup.model)
         record.intervals = bands_of(record, sigma, again, scales, engine.concurrency, jitter)
     note_break_even(record, pools.get("decode", pools["engine"]))
+    note_overload(record)
     return record
 
 

@@ -19,6 +19,7 @@ from twinfer.core.errors import EngineError
 from twinfer.core.events import Event, Finished, Output, Rejected, Submit, TokenDelta
 from twinfer.core.feeder import Feeder
 from twinfer.core.loop import LocalInbox, drive
+from twinfer.core.overload import note_overload
 from twinfer.core.params import SamplingParams
 from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
@@ -168,7 +169,9 @@ def serve(
     if on_answer is not None:
         for request in requests:
             on_answer(engine.tokenizer.decode(request.prompt), engine.tokenizer.decode(answers[request.id]))
-    return recorder.finish(complete=complete)
+    record = recorder.finish(complete=complete)
+    note_overload(record)
+    return record
 
 
 class _Stopped(Exception):

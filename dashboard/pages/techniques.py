@@ -125,6 +125,8 @@ def _caveats(mine: Prediction) -> None:
             "“Predict and store” computes all of it in the background.",
             icon=":material/filter_list:",
         )
+    if mine.record is not None and (traffic := mine.record.reasons.get("traffic")):
+        st.warning(f"Traffic is {parts.plain(traffic)}.")
 
 
 def _measured(resources: Resources) -> dict[str, Mapping[str, Any]]:

@@ -45,10 +45,23 @@ def test_the_title_says_what_was_configured(cli: Callable) -> None:
 def test_bands_of_latencies_and_traffic_above_capacity_are_said(cli: Callable) -> None:
     words = ("simulate", "--model", "llama-3.1-8b", "--device", "l4", "--requests", "120", "--no-save")
     out = cli(*words, "--rate", "20").out
-    assert "traffic is above capacity" in out
+    assert "traffic: above capacity: " in out
     lines = [line.split() for line in out.splitlines()]
     assert len([line for line in lines if line[:3] == ["80", "%", "band"] and line.count("to") == 2]) == 4
     assert "above capacity" not in cli(*words, "--rate", "0.5").out
+
+
+@pytest.mark.parametrize("fleet", [(), ("--replicas", "2")], ids=["alone", "fleet"])
+def test_traffic_above_capacity_is_in_the_document_and_in_the_store(
+    cli: Callable, tmp_path: Path, fleet: tuple[str, ...]
+) -> None:
+    from twinfer.core.run_store import RunStore
+
+    words = ("simulate", "--model", "llama-3.1-8b", "--device", "l4", "--requests", "120", *fleet)
+    first, again = (cli(*words, "--rate", "40", "--runs-dir", tmp_path, "--json").json for _ in range(2))
+    assert first["reasons"]["traffic"].startswith("above capacity: ") and again["reasons"] == first["reasons"]
+    assert RunStore(tmp_path).load(first["id"]).reasons == first["reasons"]
+    assert "traffic" not in cli(*words, "--rate", "0.5", "--no-save", "--json").json["reasons"]
 
 
 def test_failures_and_the_autoscaler_are_shown(cli: Callable) -> None:

@@ -242,6 +242,12 @@ def test_a_large_workload_is_sampled_and_says_so(page, monkeypatch):
     assert "Yours takes" not in texts(at)  # the time of a sample is not the time of the run
 
 
+def test_traffic_above_capacity_is_said(page):
+    crowd = {**SMALL, "num_requests": "40", "max_num_seqs": "1", "rate": "1000"}
+    assert any("Traffic is above capacity: " in words for words in warned(page(**crowd)))
+    assert not any("Traffic" in words for words in warned(page(**{**crowd, "rate": "0.01"})))
+
+
 def test_the_page_does_not_wait_for_ever_for_estimates(page, monkeypatch):
     from twinfer.dashboard import resources
 
