@@ -76,13 +76,22 @@ def replay(
 
 def measured(run: str, runs_dir: Path | None) -> RunRecord:
     """A stored run, or a log of another engine where `run` is the path of a file."""
+    from twinfer.core.errors import ConfigError
+
     if Path(run).is_file():
         from twinfer.simulator.observed import read_log
 
+        if runs_dir is not None:
+            raise ConfigError(
+                "--runs-dir", str(runs_dir), f"{run} is a file, which is read where it lies", "leave it out"
+            )
         return read_log(run)
     from twinfer.core.run_store import RunStore
 
-    return RunStore(runs_dir).load(run, "engine")
+    record = RunStore(runs_dir).load(run, "engine")
+    if record.world != "engine":
+        raise ConfigError("RUN", run, "is a prediction, no measured run", "give a run of `twinfer run`, or a JSONL log")
+    return record
 
 
 def config_for(record: RunRecord, run: str, given: dict[str, Any]) -> EngineConfig:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from twinfer.core.errors import ConfigError
+from twinfer.core.params import is_finite
 
 _KEYS = ("acceptance", "chances", "metrics")
 
@@ -104,7 +105,7 @@ def _list(value: Any) -> Sequence[Any]:
 def _numbers(value: Any) -> float | list[float]:
     if isinstance(value, list):
         return [float(_numbers(entry)) for entry in value]  # type: ignore[arg-type]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_finite(value):
         raise ValueError(f"{value!r} is no number")
     return float(value)
 

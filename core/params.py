@@ -80,7 +80,7 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(given))
         for name, fix in _NUMBERS.items():
             value = getattr(self, name)
-            if not _is_finite(value):
+            if not is_finite(value):
                 raise ConfigError(name, value, "not a finite number", fix)
         for name in ("top_k", "n", "max_tokens", "min_tokens", "beam_width"):
             _whole(name, getattr(self, name))
@@ -179,7 +179,7 @@ def _require(name: str, value: object, ok: bool, fix: str) -> None:
         raise ConfigError(name, value, "out of range", fix)
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether `value` is a number (numpy's are, True is none) that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, SupportsFloat) or isinstance(value, str | bytes):
         return False

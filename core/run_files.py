@@ -90,6 +90,12 @@ def read_head(folder: Path) -> dict[str, Any]:
                 raise RunStoreError(
                     f"{path}: {name}={head[name]!r} is no {kind.__name__}; the run is damaged, delete or restore it"
                 )
+    for name, value in head.get("metrics", {}).items():
+        for part in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(part, bool) or (isinstance(part, str) and part not in ("inf", "-inf")):
+                raise RunStoreError(
+                    f"{path}: metrics: {name}={part!r} is no number; the run is damaged, delete or restore it"
+                )
     for name, band in head.get("intervals", {}).items():
         if not isinstance(band, list) or len(band) != 2:
             raise RunStoreError(
@@ -133,13 +139,18 @@ def _read_rows(path: Path, cls: type[Any]) -> list[Any]:
     try:
         # a plain read of the one file: the dataset reader would take folder names for columns
         with path.open("rb") as raw, pq.ParquetFile(raw) as file:
-            columns = file.read().to_pydict()
+            table = file.read()
     except (OSError, pa.ArrowException) as error:
         reason = "missing" if isinstance(error, FileNotFoundError) else str(error).splitlines()[0]
         raise RunStoreError(f"{path}: {reason}; the run is damaged, delete or restore it") from error
+    known = {f.name: f for f in fields(cls)}
+    schema = _arrow_schema(cls)
+    for name in table.column_names:
+        if name in known and (wrong := _damage(table[name], schema.field(name).type, "None" in str(known[name].type))):
+            raise RunStoreError(f"{path}: column {name} {wrong}; the run is damaged, delete or restore it")
+    columns = table.to_pydict()
     if "ops" in columns:
         columns["ops"] = [dict(v) for v in columns["ops"]]
-    known = {f.name: f for f in fields(cls)}
     missing = [
         n for n, f in known.items() if n not in columns and f.default is MISSING and f.default_factory is MISSING
     ]
@@ -147,3 +158,24 @@ def _read_rows(path: Path, cls: type[Any]) -> list[Any]:
         raise RunStoreError(f"{path}: column {missing[0]} missing; the run is damaged, delete or restore it")
     names = [n for n in columns if n in known]
     return [cls(**dict(zip(names, row, strict=True))) for row in zip(*(columns[n] for n in names), strict=True)]
+
+
+def _damage(column: Any, kind: Any, optional: bool) -> str:
+    """What a column of the Arrow type `kind` cannot hold, in words; empty where it holds none: numbers are finite, counts
+    and times not negative, and only what is `optional` is missing."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.type != kind:
+        return f"is of type {column.type}, not {kind}"
+    if column.null_count and not optional:
+        return "lacks values"
+    if pa.types.is_map(kind):
+        values = pa.chunked_array([chunk.items for chunk in column.chunks], type=kind.item_type)
+        return "" if pc.all(pc.is_finite(values)).as_py() is not False else "has values that are not finite"
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+        return ""
+    if pc.all(pc.is_finite(column)).as_py() is False:
+        return "has values that are not finite"
+    least = pc.min(column).as_py()
+    return f"has {least}, which is negative" if least is not None and least < 0 else ""

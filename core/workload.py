@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 DEFAULT_NUM_REQUESTS = 100
 MAX_REQUESTS, MAX_TOKENS = 10**7, 2**24
 """Largest workload and length of a request: beyond any use, and still no wait without end."""
+MAX_SPAN = 1e9
+"""Seconds that requests come for at most: 31 years. Much later a step of a millisecond is no time any more."""
 
 
 class Workload(BaseModel):
@@ -278,6 +280,12 @@ def generate(
                 "--rate-scale", workload.rate_scale, "all requests arrive at once", "give --rate, or a trace with times"
             )
         times = [t / workload.rate_scale for t in times]
+    if max(times, default=0.0) > MAX_SPAN:
+        option, value = ("--trace", workload.trace) if workload.rate is None else ("--rate", workload.rate)
+        raise ConfigError(
+            option, value, f"the last request comes {max(times):g} s after the first",
+            f"give times in seconds, at most {figure(MAX_SPAN)} apart",
+        )  # fmt: skip
     order = sorted(range(len(sessions)), key=lambda i: times[i])  # stable: ties keep the file's order
     requests: list[Request] = []
     sampling: dict[
@@ -317,4 +325,4 @@ def _params(workload: Workload, draft: Draft) -> SamplingParams:
     )  # fmt: skip
 
 
-__all__ = ["DEFAULT_NUM_REQUESTS", "MAX_REQUESTS", "MAX_TOKENS", "Workload", "generate", "make_workload"]
+__all__ = ["DEFAULT_NUM_REQUESTS", "MAX_REQUESTS", "MAX_SPAN", "MAX_TOKENS", "Workload", "generate", "make_workload"]

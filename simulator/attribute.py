@@ -23,6 +23,7 @@ from typing import NamedTuple
 from twinfer.core.device import DeviceSpec
 from twinfer.core.errors import ConfigError
 from twinfer.core.measured import quantile
+from twinfer.core.params import is_finite
 from twinfer.core.records import RunRecord, percentile
 from twinfer.plugins.op_time.calibrated import calibration_of
 from twinfer.plugins.op_time.calibration import MIN_DRIFT, Calibration, Correction, Format, Sizes
@@ -149,15 +150,16 @@ def _counts(real: RunRecord, predicted: RunRecord) -> dict[str, tuple[float, flo
 def _metrics(real: RunRecord, predicted: RunRecord) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
     for name in ("ttft", "tpot", "e2e"):
-        ours, theirs = (sorted(v for r in record.requests if (v := getattr(r, name)) is not None)
+        times, others = (sorted(v for r in record.requests if (v := getattr(r, name)) is not None)
                         for record in (real, predicted))  # fmt: skip
-        if ours and theirs:
-            found[f"{name}.mean"] = math.fsum(ours) / len(ours), math.fsum(theirs) / len(theirs)
+        if times and others:
+            found[f"{name}.mean"] = math.fsum(times) / len(times), math.fsum(others) / len(others)
             for q in (50, 95):
-                found[f"{name}.p{q}"] = percentile(ours, q), percentile(theirs, q)
+                found[f"{name}.p{q}"] = percentile(times, q), percentile(others, q)
     name = "output_throughput"
-    if real.metrics.get(name) and predicted.metrics.get(name):
-        found[name] = real.metrics[name], predicted.metrics[name]
+    ours, theirs = real.metrics.get(name), predicted.metrics.get(name)
+    if ours and theirs and is_finite(ours) and is_finite(theirs):  # a stored infinite one is text
+        found[name] = ours, theirs
     return found
 
 
@@ -175,6 +177,8 @@ def correction(replayed: Replay) -> Correction:
             seen.setdefault(name, []).append(_Seen(predicted / replayed.launches.get(name, 1), real, predicted))
     sums = {name: _sums(pairs) for name, pairs in seen.items()}
     total = math.fsum(real for real, _ in sums.values())
+    if total <= 0:
+        raise ConfigError("RUN", replayed.real.id, "has steps that took no time", "give another run")
     own = {name for name, (real, predicted) in sums.items() if predicted > 0 and real >= _SHARE * total}
     factors = {name: sums[name][0] / sums[name][1] for name in sorted(own)}
     rest = [pair for name, pair in sums.items() if name not in own]

@@ -12,12 +12,13 @@ Invariants
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, figure, short
+from twinfer.core.params import is_finite
 from twinfer.core.records import RequestRecord, RunRecord, compute_metrics
+from twinfer.core.workload import MAX_SPAN, MAX_TOKENS
 from twinfer.plugins.workload.records import FIELDS
 
 
@@ -28,14 +29,26 @@ def read_log(path: str | Path) -> RunRecord:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("RUN", str(path), f"cannot be read ({error})", "give a stored run or a JSONL log") from None
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines
+    except OSError as error:
+        raise ConfigError("RUN", str(path), f"cannot be read ({error.strerror})", "make it readable") from None
+    except UnicodeDecodeError as error:
+        packed = error.object[:2] == b"\x1f\x8b"
+        problem, fix = ("is compressed (gzip)", "unpack it with gunzip") if packed else (
+            f"is no UTF-8 text ({error.reason} at byte {error.start})", "give a stored run or a JSONL log"
+        )  # fmt: skip
+        raise ConfigError("RUN", str(path), problem, fix) from None
     rows = [_row(str(path), number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ConfigError("RUN", str(path), "holds no requests", "give a log with one JSON object a line")
     rows.sort(key=lambda row: row["arrival"])
     begin = rows[0]["arrival"]
+    span = max(row["last_token"] for row in rows) - begin
+    if not 0 < span <= MAX_SPAN:
+        raise ConfigError(
+            "RUN", str(path), f"its last token comes {span:g} s after its first arrival",
+            f"give times in seconds, more than 0 and at most {figure(MAX_SPAN)} apart",
+        )  # fmt: skip
     requests = [
         RequestRecord(
             request_id=f"r{number}", arrival=row["arrival"] - begin, first_token=row["first_token"] - begin,
@@ -65,12 +78,15 @@ def _row(path: str, number: int, line: str) -> dict[str, float]:
         if name is None:
             raise refuse(f"has no {field}", f"name it one of {', '.join(names)}")
         value = found[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise refuse(f"{name}={value!r} is not a number", "repair that line")
+        if not is_finite(value):
+            raise refuse(f"{name}={short(value)} is not a number", "repair that line")
         row[field] = value
     for field in ("prompt", "output"):
-        if row[field] < 1 or row[field] != int(row[field]):
-            raise refuse(f"{field}={row[field]} is not a count of tokens from 1", "repair that line")
+        if not 1 <= row[field] <= MAX_TOKENS or row[field] != int(row[field]):
+            raise refuse(
+                f"{field}={short(row[field])} is not a count of tokens from 1 to {figure(MAX_TOKENS)}",
+                "repair that line",
+            )
     if not row["arrival"] <= row["first_token"] <= row["last_token"]:
         raise refuse(
             f"arrival {row['arrival']}, first token {row['first_token']} and last token {row['last_token']} are not in "

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pydantic import ValidationError
+
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec, load_device
@@ -25,7 +27,8 @@ from twinfer.core.errors import ConfigError, TwinferError
 from twinfer.core.events import Event, Output, Submit
 from twinfer.core.feeder import Feeder
 from twinfer.core.loop import drive
-from twinfer.core.params import SamplingParams
+from twinfer.core.mistakes import first_mistake
+from twinfer.core.params import SamplingParams, is_finite
 from twinfer.core.plan import Need, RowResult, StepPlan, StepResult
 from twinfer.core.records import RunRecord, StepRecord
 from twinfer.core.registry import Registry, default_registry
@@ -97,6 +100,8 @@ def replay(
     device = device or load_device(config.device, registry)
     if not real.complete:
         raise ConfigError("RUN", real.id, "was stopped early", "replay a run that is complete")
+    if not is_finite(real.metrics.get("duration")) or real.metrics["duration"] <= 0:
+        raise ConfigError("RUN", real.id, "does not say how long it took, or took no time", "replay another run")
     workload, requests, notes = requests_of(real, config, registry, encode)
     world = prepare(config, workload, registry, device, None, requests)
     predicted, _ = run_world(world, 1.0, on_progress or (lambda done, total, info: None), should_stop, keep=True)
@@ -142,14 +147,27 @@ def config_of(real: RunRecord) -> EngineConfig:
     settings = dict(real.config)
     if settings.get("num_kv_blocks") is not None:
         settings["kv_memory_bytes"] = None  # the number of blocks says it already
-    return EngineConfig.model_validate(settings)
+    try:
+        return EngineConfig.model_validate(settings)
+    except (ValidationError, ConfigError) as error:
+        raise _damaged(real, "config", error) from None
+
+
+def _damaged(real: RunRecord, part: str, error: ValidationError | ConfigError) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return ConfigError("RUN", real.id, f"its {part} cannot be: {error}", "replay another run")
+    wrong = first_mistake(error)
+    return ConfigError("RUN", real.id, f"its {part} has {wrong.told}, which {wrong.problem}", "replay another run")
 
 
 def requests_of(
     real: RunRecord, config: EngineConfig, registry: Registry, encode: Encode | None = None
 ) -> tuple[Workload, list[Request], list[str]]:
     """(workload for the limits and clients, requests with the record's arrivals and lengths, notes)."""
-    asked = Workload(**real.workload) if real.workload else Workload()
+    try:
+        asked = Workload(**real.workload)
+    except (ValidationError, ConfigError) as error:
+        raise _damaged(real, "workload", error) from None
     if asked.beam_width > 1 or any(r.index for r in real.requests):
         raise ConfigError("RUN", real.id, "has several samples a request", "replay a run with one answer a request")
     served = [r for r in real.requests if r.num_output_tokens]

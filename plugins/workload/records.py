@@ -10,12 +10,12 @@ Invariants
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinfer.core.errors import ConfigError
+from twinfer.core.errors import ConfigError, short
+from twinfer.core.params import is_finite
 from twinfer.core.workload import Workload
 from twinfer.core.workload_source import Draft, Setting
 from twinfer.plugins.workload.synthetic import PoissonArrivals, _tokens
@@ -66,9 +66,9 @@ class Log(PoissonArrivals):
                     )
                 values[field] = name
             when = row[values["arrival"]]
-            if isinstance(when, bool) or not isinstance(when, int | float) or not math.isfinite(when):
+            if not is_finite(when):
                 raise ConfigError(
-                    "--trace", workload.trace, f"{where}: {values['arrival']}={when!r} is not a number of seconds",
+                    "--trace", workload.trace, f"{where}: {values['arrival']}={short(when)} is not a number of seconds",
                     "repair that line",
                 )  # fmt: skip
             num_in = _count(workload, where, values["prompt"], row[values["prompt"]])

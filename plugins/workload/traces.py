@@ -19,7 +19,7 @@ from typing import Any, overload
 
 from pydantic import Field
 
-from twinfer.core.errors import ConfigError, figure
+from twinfer.core.errors import ConfigError, figure, short
 from twinfer.core.technique import Options as TechniqueOptions
 from twinfer.core.workload import MAX_TOKENS, Workload
 from twinfer.core.workload_source import Draft, Setting
@@ -131,7 +131,7 @@ class BurstGPTTrace(PoissonArrivals):
                     raise ValueError
             except ValueError:
                 raise ConfigError(
-                    "--trace", workload.trace, f"{where}: Timestamp={row['Timestamp']!r} is not a number of seconds",
+                    "--trace", workload.trace, f"{where}: Timestamp={short(row['Timestamp'])} is not a number of seconds",
                     "repair that row",
                 ) from None  # fmt: skip
             prompt = _tokens(setting.first + len(drafts), workload.seed, num_in, setting.vocab_size)
@@ -302,7 +302,7 @@ def _count(workload: Workload, where: str, field: str, value: Any) -> int:
         raise ConfigError(
             "--trace",
             workload.trace,
-            f"{where}: {field}={value!r} is not a count of tokens up to {figure(MAX_TOKENS)}",
+            f"{where}: {field}={short(value)} is not a count of tokens up to {figure(MAX_TOKENS)}",
             "repair that row",
         )
     return max(1, number)
@@ -314,7 +314,7 @@ def _seconds(workload: Workload, where: str, value: Any) -> float:
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()  # no zone of a machine shifts a trace
     except ValueError:
         raise ConfigError(
-            "--trace", workload.trace, f"{where}: TIMESTAMP={value!r} is not a date and time", "repair that row"
+            "--trace", workload.trace, f"{where}: TIMESTAMP={short(value)} is not a date and time", "repair that row"
         ) from None
 
 
@@ -327,7 +327,7 @@ def _milliseconds(workload: Workload, where: str, value: Any) -> float:
         raise ConfigError(
             "--trace",
             workload.trace,
-            f"{where}: timestamp={value!r} is not a number of milliseconds",
+            f"{where}: timestamp={short(value)} is not a number of milliseconds",
             "repair that line",
         )
     return when
@@ -338,6 +338,9 @@ def _block_ids(workload: Workload, where: str, value: Any) -> tuple[int, ...]:
     found = [] if value is None else value
     if not isinstance(found, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in found):
         raise ConfigError(
-            "--trace", workload.trace, f"{where}: hash_ids={value!r} is not a list of whole numbers", "repair that line"
+            "--trace",
+            workload.trace,
+            f"{where}: hash_ids={short(value)} is not a list of whole numbers",
+            "repair that line",
         )
     return tuple(found)

@@ -178,6 +178,45 @@ def test_damaged_files_are_named(store: RunStore, name: str, damage: str) -> Non
     assert isinstance(caught.value, TwinferError)
 
 
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        ("requests", {"arrival": math.nan}, "column arrival has values that are not finite"),
+        ("requests", {"arrival": None}, "column arrival lacks values"),
+        ("requests", {"last_token": -1.0}, "column last_token has -1.0, which is negative"),
+        ("requests", {"num_prompt_tokens": -4}, "column num_prompt_tokens has -4"),
+        ("steps", {"seconds": math.inf}, "column seconds has values that are not finite"),
+        ("steps", {"num_rows": None}, "column num_rows lacks values"),
+        ("steps", {"ops": [("gemm", math.nan)]}, "column ops has values that are not finite"),
+    ],
+)  # fmt: skip
+def test_values_that_no_run_has_are_damage(store: RunStore, part: str, values: dict, words: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = store.save(make_record()) / f"{part}.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0].update(values)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    with pytest.raises(RunStoreError, match=f"{part}.parquet: {words}.*the run is damaged"):
+        store.load("run-1")
+    names = ["1" if name == "step" else name for name in table.column_names]
+    pq.write_table(table.rename_columns(names).append_column("step", pa.array(["a"] * len(rows))), path)
+    if part == "steps":
+        with pytest.raises(RunStoreError, match="column step is of type string, not int64"):
+            store.load("run-1")
+
+
+def test_metrics_that_are_no_numbers_are_damage(store: RunStore) -> None:
+    path = store.save(make_record()) / "record.json"
+    head = json.loads(path.read_text())
+    for metrics in ({"output_throughput": "fast"}, {"ttft": {"p50": "fast"}}, {"duration": True}):
+        path.write_text(json.dumps(head | {"metrics": metrics}))
+        with pytest.raises(RunStoreError, match="is no number; the run is damaged"):
+            store.load("run-1")
+
+
 def test_a_damaged_run_does_not_hide_the_others(store: RunStore) -> None:
     store.save(make_record("good"))
     (store.save(make_record("bad")) / "record.json").write_text("{")

@@ -205,6 +205,13 @@ def test_prompts_file_and_texts(tmp_path: Path) -> None:
         ("a.jsonl", '{"timestamp": 0, "input_length": Infinity, "output_length": 1}\n', "input_length=inf"),
         ("a.jsonl", '{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [Infinity]}', "hash_ids"),
         ("a.csv", AZURE + "2023-11-16 18:15:51,99999999999999999999,3\n", "ContextTokens='99999999999999999999'"),
+        ("a.csv", AZURE + f"2023-11-16 18:15:51,{'9' * 5000},3\n", "999...' is not a count of tokens"),
+        ("a.csv", AZURE + "0001-01-01 00:00:00,5,3\n", "s after the first; give times in seconds, at most 1e9 apart"),
+        (
+            "a.jsonl",
+            f'{{"arrival": 1{"0" * 400}, "prompt_tokens": 5, "output_tokens": 2}}',
+            "000...0 is not a number of seconds",
+        ),
     ],
 )
 def test_bad_files_are_one_line_errors(tmp_path: Path, name: str, text: str | None, says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,22 @@ def test_a_few_requests_say_little_of_their_spread(tmp_path: Path) -> None:
             "not a number",
         ),
         ('{"arrival": 9, "prompt_tokens": 5, "output_tokens": 2, "first_token": 2, "last_token": 3}', "not in order"),
+        (
+            f'{{"arrival": 1, "prompt_tokens": 1{"0" * 400}, "output_tokens": 2, "first_token": 2, "last_token": 3}}',
+            "not a number",
+        ),
+        (
+            f'{{"arrival": 1, "prompt_tokens": 5, "output_tokens": 2, "first_token": 2, "last_token": 1{"0" * 400}}}',
+            "not a number",
+        ),
+        (
+            '{"arrival": 1, "prompt_tokens": 5, "output_tokens": 1e12, "first_token": 2, "last_token": 3}',
+            "to 16,777,216",
+        ),
+        (
+            '{"arrival": 1, "prompt_tokens": 5, "output_tokens": 2, "first_token": 2, "last_token": 1e300}',
+            "comes 1e.300 s after",
+        ),
     ],
 )
 def test_a_damaged_log_names_the_line(tmp_path: Path, line: str, words: str) -> None:
@@ -234,8 +251,46 @@ def test_a_damaged_log_names_the_line(tmp_path: Path, line: str, words: str) -> 
         read_log(path)
 
 
+def test_a_log_may_hold_any_text_but_has_to_take_time(tmp_path: Path) -> None:
+    row = {
+        "arrival": 1,
+        "prompt_tokens": 5,
+        "output_tokens": 2,
+        "first_token": 2,
+        "last_token": 3,
+        "text": "a\u2028b\x85",
+    }
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert len(read_log(path).requests) == 1
+    path.write_text(json.dumps(row | {"first_token": 1, "last_token": 1}))
+    with pytest.raises(ConfigError, match="its last token comes 0 s after its first arrival; give times in seconds"):
+        read_log(path)
+    path.write_bytes(gzip.compress(b"x"))
+    with pytest.raises(ConfigError, match=r"is compressed .*gunzip"):
+        read_log(path)
+
+
 def test_what_cannot_be_replayed_is_refused_with_its_reason(tmp_path: Path) -> None:
     record = run(CLOSED)
+    for changed, words in (
+        ({"config": record.config | {"tp": "x"}}, "its config has tp='x', which is no whole number"),
+        ({"config": record.config | {"moon": 1}}, "its config has moon=1, which is not known"),
+        ({"config": {k: v for k, v in record.config.items() if k != "model"}}, "its config has model, which is missing"),
+        ({"workload": {"rate": "x"}}, "its workload has rate='x', which is no number"),
+        ({"workload": {"num_requests": -1}}, "its workload cannot be: --requests=-1"),
+        ({"metrics": {}}, "does not say how long it took"), ({"metrics": {"duration": 0.0}}, "took no time"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            replay(replace(record, **changed), registry=REGISTRY, device=CPU)
+    endless = {**record.metrics, "output_throughput": "inf"}  # as it is stored
+    assert (
+        "output_throughput"
+        not in attribute(replay(replace(record, metrics=endless), registry=REGISTRY, device=CPU)).metrics
+    )
+    timeless = [replace(step, start=0.0, seconds=0.0, ops={}) for step in record.steps]
+    with pytest.raises(ConfigError, match="has steps that took no time"):
+        correction(replay(replace(record, steps=timeless), registry=REGISTRY, device=CPU))
     with pytest.raises(ConfigError, match="stopped early"):
         replay(replace(record, complete=False), registry=REGISTRY, device=CPU)
     with pytest.raises(ReplayStopped):
