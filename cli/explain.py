@@ -26,7 +26,9 @@ def explain(
         typer.Option("--model", "-m", help="A name of `twinfer models`, a config.json, a directory or a GGUF file."),
     ],
     device: Annotated[str, typer.Option(help="A name of `twinfer devices` or a device file.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of weights and activations; 'auto' is the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and activations; 'auto' is the checkpoint's, on a CPU float32.")
+    ] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; times are of one rank.")] = 1,
     quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer.")] = None,
     op_time: Annotated[
@@ -47,14 +49,18 @@ def explain(
 ) -> None:
     """Where the time of one step goes, op by op, and which rule says so.
 
+    A step whose weights or contexts do not fit the device is timed all the same, and said not to fit (`fits` with --json).
+
     Examples:
 
     twinfer explain --model llama-3.1-8b --device h100-sxm --decode 32x2048
 
     twinfer explain --model llama-3.1-70b --device h100-sxm --tp 4 --quant fp8 --prefill 2048 --decode 16x1000 --chain
     """
+    from twinfer.core.device import load_device
     from twinfer.core.work import StepShape
     from twinfer.simulator.explain import explain as lines_of
+    from twinfer.simulator.explain import unfit
 
     session: Session = ctx.obj
     fields: dict[str, Any] = {
@@ -69,10 +75,14 @@ def explain(
     for text in decode or ():
         rows += parse_rows("--decode", text)
     rows = rows or parse_rows("--decode", "1x1024")
-    lines = lines_of(make_config(fields), StepShape(tuple(rows), len(rows)), session.registry)
+    config, shape = make_config(fields), StepShape(tuple(rows), len(rows))
+    on = load_device(config.device, session.registry)
+    lines = lines_of(config, shape, session.registry, on)
+    problem = unfit(config, shape, session.registry, on)
     total, sigma = sum(line.seconds for line in lines), sum(line.sigma for line in lines)
     if as_json:
-        show.print_json({"seconds": total, "sigma": sigma, "ops": [describe(line) for line in lines]})
+        fits: dict[str, Any] = {"fits": True} if problem is None else {"fits": False, "problem": problem}
+        show.print_json({"seconds": total, "sigma": sigma, **fits, "ops": [describe(line) for line in lines]})
         return
     table = show.new_table(
         f"{len(rows)} row(s), {sum(r.queries for r in rows)} token(s) in the step: {total * 1e3:.3g} ms "
@@ -86,6 +96,8 @@ def explain(
             show.percent(line.seconds / total if total else 0.0), f"{line.source}; {line.detail}",
         )  # fmt: skip
     show.print_table(table)
+    if problem is not None:
+        print(f"does not fit on {on.name}: {problem}")
     if chain:
         for line in lines:
             print(line.op.name)

@@ -2,6 +2,7 @@
 
 Invariants
 * The same ops, chain and sums as a simulated run's steps; a step that was explained costs what `simulate` charges.
+* A step that does not fit the device is timed all the same; `unfit` says why it cannot be, in the words of `twinfer memory`.
 * Lines come in the order of execution within a layer, the CPU's part last.
 """
 
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.config import EngineConfig
 from twinfer.core.device import DeviceSpec, load_device
+from twinfer.core.errors import DoesNotFit
 from twinfer.core.guard import adapted_ops
-from twinfer.core.memory_parts import heaviest_rank, refuse_indivisible
+from twinfer.core.memory_parts import refuse_indivisible
+from twinfer.core.provision import place
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.setup import adapt_model
-from twinfer.core.technique import Needs
 from twinfer.core.work import Op, StepShape, step_ops
 from twinfer.simulator.op_time import build_chain, host_op
 
@@ -43,11 +45,10 @@ def explain(
     """The ops of a step of `shape` under `config`, timed. Raises ConfigError for what cannot be timed."""
     registry = registry or default_registry()
     device = device or load_device(config.device, registry)
-    spec = resolve_spec(config.model)
-    needs = Needs(world="simulator", device="cpu" if device.kind == "cpu" else "cuda", dtype=spec.dtype)
-    model, techniques = adapt_model(config, spec, registry, needs)
+    placed = place(config, resolve_spec(config.model), registry, device, world="simulator")
+    device, config = placed.device, placed.config
+    model, techniques = adapt_model(config, placed.checkpoint, registry, placed.needs)
     refuse_indivisible(model, config.layout)
-    device = device.placed(heaviest_rank(model, config.layout))
     ops = adapted_ops(techniques, step_ops(model, shape, config.layout), model, shape)
     chain = build_chain(config.op_time, device, registry, model)
     lines = []
@@ -66,4 +67,28 @@ def explain(
     return lines
 
 
-__all__ = ["Line", "explain"]
+def unfit(
+    config: EngineConfig, shape: StepShape, registry: Registry | None = None, device: DeviceSpec | None = None
+) -> str | None:
+    """Why weights and the contexts of a step of `shape` are not on the device at once, in words; None where they are."""
+    registry = registry or default_registry()
+    device = device or load_device(config.device, registry)
+    lengths = [row.keys for row in shape.rows]
+    held = config.model_copy(update={
+        "max_model_len": max(2, *lengths), "max_num_seqs": max(config.max_num_seqs, len(lengths)),
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, shape.num_tokens),
+    })  # fmt: skip
+    placed = place(held, resolve_spec(config.model), registry, device, world="simulator")
+    try:
+        fitting = placed.budget(expected_lengths=lengths).expected_concurrency
+    except DoesNotFit as error:
+        return f"{error.problem}; {error.fix}"
+    if fitting is None or fitting >= len(lengths):
+        return None
+    return (
+        f"{len(lengths)} sequences of {sum(lengths) / len(lengths):,.0f} tokens in the mean are in the step, {fitting:.1f} fit; "
+        f"use {int(fitting)}, or raise --tp"
+    )
+
+
+__all__ = ["Line", "explain", "unfit"]

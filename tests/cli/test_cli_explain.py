@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,37 @@ def test_ranks_that_cannot_share_the_model_are_refused_as_in_simulate(cli: Calla
     cli("explain", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--tp", "3").is_error(
         "--tp=3", "32 attention heads"
     )
+
+
+def test_a_cpu_computes_in_float32_as_in_simulate(cli: Callable, tmp_path: Path) -> None:
+    sizes = ("--model", "smollm2-135m", "--device", "auto", "--json")
+    explained = cli("explain", *sizes, "--decode", "1x1000").json
+    simulated = cli(
+        "simulate", *sizes, "--requests", "1", "--input-len", "999", "--output-len", "2", "--runs-dir", tmp_path
+    ).json
+    assert {op["dtype"] for op in explained["ops"] if op["op"] == "down_proj"} == {"float32"}
+    assert simulated["metrics"]["itl"]["mean"] == pytest.approx(explained["seconds"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama-3.1-70b", "h100-sxm"), "one request of 1024 tokens needs 0.31 GiB, 0.00 GiB is left for KV (weights take 131.42 GiB"),
+        (("llama-3.1-8b", "h100-sxm", "--decode", "64x20000"), "64 sequences of 20,000 tokens in the mean are in the step, 22.8 fit; use 22, or raise --tp"),
+        (("llama-3.1-8b", "h100-sxm", "--prefill", "8@2000000"), "one request of 2000008 tokens needs"),
+    ],
+)  # fmt: skip
+def test_a_step_that_does_not_fit_is_timed_and_said_not_to_fit(
+    cli: Callable, words: tuple[str, ...], said: str
+) -> None:
+    model, device, *rows = words
+    ran = cli("explain", "--model", model, "--device", device, *rows)
+    assert ran.code == 0 and f"does not fit on {device}: {said}" in ran.out and "down_proj" in ran.out
+    found = cli("explain", "--model", model, "--device", device, *rows, "--json").json
+    assert found["seconds"] > 0 and not found["fits"] and found["problem"].startswith(said)
+
+
+def test_a_step_that_fits_says_nothing_of_it(cli: Callable) -> None:
+    assert "fit" not in cli(*STEP).out
+    found = cli(*STEP, "--json").json
+    assert found["fits"] and "problem" not in found
