@@ -3,7 +3,7 @@
     python bench/fidelity_cpu.py [--model M] [--dtype D] [--quant gguf ...] [--repeats 3] [--calibrate] [--paced] [--json FILE]
 
 Formats and workloads are interleaved within each repeat. `--quant` takes several formats ("none" is plain --dtype);
-`--calibrate` measures the machine before and after each repeat of a format (about a minute each), as `twinfer calibrate` does; a
+`--calibrate` measures the machine before and after each repeat of a format (one to two minutes each), as `twinfer calibrate` does; a
 repeat is predicted by the mean of both, and the middle of the repeats is compared with the middle of the runs. `--paced`: a short run of other lengths before and after each
 run says how fast the machine is at the moment. Ctrl-C or SIGTERM ends after the run and reports whole rounds.
 

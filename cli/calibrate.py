@@ -38,7 +38,10 @@ def calibrate(
         str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer whose kernels are timed.")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of the KV cache; the one of the activations.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Seconds to take, about; 55.")] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Seconds to take, about; 55. Longer where not every step has been timed by then."),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +56,7 @@ def calibrate(
     runs_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs are kept; your data folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure this machine, so that predictions for it are of it; about a minute. Best with nothing else running.
+    """Measure this machine, so that predictions for it are of it; one to two minutes. Best with nothing else running.
 
     It becomes the device `local`, which `auto` then means. Each format (--dtype, --quant, --kv-dtype) is measured by
     itself and added. With --from, a real run corrects a device: this machine, or any other written to a file.
@@ -177,13 +180,13 @@ def calibrate_if_needed(session: Session, model: str, dtype: str = "float32") ->
         except ConfigError as error:
             why = f"the calibration cannot be read ({error.problem})"
     if why:
-        show.note(f"{why}: measuring it, about a minute")
-        for budget, then in ((55.0, "; measuring once more, for up to 110 s"), (110.0, "")):
+        show.note(f"{why}: measuring it, one to two minutes")
+        for budget, then in ((55.0, "; measuring once more, with twice as much"), (110.0, "")):
             try:
                 run_calibration(session, model, dtype, budget)
                 return True
             except ConfigError as error:  # the machine was too busy
-                show.note(f"calibration within {budget:.0f} s failed: {error}{then}")
+                show.note(f"calibration with a budget of {budget:.0f} s failed: {error}{then}")
         show.note("predictions will use the generic CPU and be far off; `twinfer calibrate` mends that")
         return False
     return True

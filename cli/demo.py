@@ -52,7 +52,7 @@ def demo(
 ) -> None:
     """Serve 32 prompts for real, predict the same runs, print both side by side, then show them in the dashboard.
 
-    The first time it also measures this machine (a minute), as `twinfer calibrate` does.
+    The first time it also measures this machine (one to two minutes), as `twinfer calibrate` does.
 
     Examples:
 

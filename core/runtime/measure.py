@@ -55,7 +55,7 @@ def measure(
     kv_dtype: str = "auto",
 ) -> Measured:
     """Time `model` in one format on this machine within about `budget_s` seconds (loading included), sooner after
-    `max_rounds` rounds.
+    `max_rounds` rounds, later where not everything has been timed once, and what is cheap three times, by then.
 
     Raises ConfigError for a budget too small to time everything once and for a format that the engine refuses,
     ModelError when the model has no weights here, MeasurementStopped when `should_stop` answers True.

@@ -180,7 +180,7 @@ def _chosen(mine: Prediction) -> None:
     reasons = mine.record.reasons
     if session.scenario().device == "auto" and mine.record.environment.get("device") == GENERIC:
         st.caption(
-            "Times rest on typical data for this kind of machine. `twinfer calibrate` measures this one in about a minute; "
+            "Times rest on typical data for this kind of machine. `twinfer calibrate` measures this one in one to two minutes; "
             "predictions are much closer after it."
         )
     if reasons:
