@@ -160,9 +160,12 @@ def _prices(session: Session, texts: Sequence[str]) -> dict[str, float]:
             value = float(raw)
         except ValueError:
             eq = ""
-        if not eq:
+        if not eq or not name:
             raise ConfigError("--price", text, "is no price of a device", "write DEVICE=USD, e.g. h100-sxm=2.5")
-        device = _device_word(session, name)
+        try:
+            device = _device_word(session, name)
+        except ConfigError as error:
+            raise ConfigError("--price", text, error.problem, error.fix) from None
         if device in prices:
             raise ConfigError("--price", text, f"{device} had a price before", "give each device one price")
         prices[device] = value

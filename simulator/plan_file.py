@@ -85,6 +85,8 @@ def read_plan(path: str | Path) -> Plan:
     that was changed: its outcomes would answer a question that was never asked."""
     path = Path(path)
     fix = "give a file that `twinfer plan` wrote"
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError("--resume", str(path), "is no regular file", fix)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

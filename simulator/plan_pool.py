@@ -30,6 +30,8 @@ from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_trial import Evaluator, Outcome, ShouldStop, Trial
 
 Done = list[tuple[Trial, Outcome]]
+MOST_WORKERS = 256
+"""Processes of a search: more would take longer to start than it takes."""
 POLL_S = 0.2
 STEPS_PER_LOOK = 64
 """Steps of a simulation, a fraction of a ms each, between two looks at whether the search was stopped."""
@@ -237,9 +239,8 @@ class RayPool:
 
 def default_workers() -> int:
     """Processes that this one may use: its cores."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)) or 1
-    return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(MOST_WORKERS, cores or 1)
 
 
 @contextlib.contextmanager
@@ -248,8 +249,8 @@ def open_pool(
 ) -> Iterator[Pool]:  # fmt: skip
     """The pool that was asked for, closed at the end. workers: None is `default_workers`; 1 is this process itself."""
     workers = default_workers() if workers is None else workers
-    if workers < 1:
-        raise ConfigError("--workers", workers, "out of range", "give at least 1")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ConfigError("--workers", workers, "out of range", f"give 1 to {MOST_WORKERS}")
     pool: Pool
     if ray is not None:
         pool = RayPool(evaluator.question, evaluator.registry, ray)
