@@ -2,7 +2,8 @@
 
 Invariants
 * `twinfer --help` imports neither pydantic nor numpy, torch, pyarrow or streamlit: commands import what they need.
-* Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback.
+* Whatever a user can get wrong is one line on stderr that begins with `error: ` and exit code 2, no traceback; so is what
+  the machine refuses, such as to write to a full disk.
 * A question that was answered with no (it does not fit, no fleet will do) ends with exit code 3, also with `--json`,
   whichever command asked it.
 * With `--json`, stdout holds one JSON document and nothing else; progress, notes and what plugins print go to stderr.
@@ -144,6 +145,8 @@ def main(args: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if args is None else args)
     try:
         code = _commands()(args=_global_first(given), prog_name="twinfer", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is told, not lost
     except UsageError as error:
         return _fail(message_of(error))
     except KeyboardInterrupt:
@@ -158,6 +161,9 @@ def main(args: Sequence[str] | None = None) -> int:
             )
             where = where if where.startswith("-") else "path"
             return _fail(f"{where}='{name[:80]}...': is too long for the name of a file; check the path")
+        if isinstance(error, OSError):
+            what = "the output" if error.filename is None else repr(str(error.filename))
+            return _fail(f"{what}: {error.strerror or error}; free the space, or check the path and its permissions")
         if not isinstance(error, TwinferError):
             raise
         return _fail(str(error), NO if isinstance(error, DoesNotFit) else 2)

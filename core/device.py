@@ -274,10 +274,15 @@ def _with_links(spec: DeviceSpec, path: Path, registry: Registry | None) -> Devi
 
 
 def write_device(spec: DeviceSpec, path: str | Path) -> Path:
-    """Store `spec` as JSON (replacing an older file in one move), readable by `read_device`."""
+    """Store `spec` as JSON (replacing an older file in one move), readable by `read_device`. Raises ConfigError."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, spec.model_dump_json(indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, spec.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            "device file", str(path), f"cannot be written ({error.strerror})", "free the space or fix the permissions"
+        ) from None
     return path
 
 

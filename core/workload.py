@@ -281,10 +281,12 @@ def generate(
             )
         times = [t / workload.rate_scale for t in times]
     if max(times, default=0.0) > MAX_SPAN:
-        option, value, fix = ("--rate", workload.rate, "let more come in a second, or fewer requests in all")
-        if workload.rate is None:
-            option, value, fix = "--trace", workload.trace, f"give times in seconds, at most {figure(MAX_SPAN)} apart"
-        raise ConfigError(option, value, f"the last request comes {max(times):g} s after the first", fix)
+        problem = f"the last request comes {max(times):g} s after the first"
+        if workload.rate is not None:
+            raise ConfigError("--rate", workload.rate, problem, "let more come in a second, or fewer requests in all")
+        raise ConfigError(
+            "--trace", workload.trace, problem, f"give times in seconds, at most {figure(MAX_SPAN)} apart"
+        )
     order = sorted(range(len(sessions)), key=lambda i: times[i])  # stable: ties keep the file's order
     requests: list[Request] = []
     sampling: dict[

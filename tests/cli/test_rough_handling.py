@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from twinfer.core.device import load_device, write_device
+from twinfer.core.errors import ConfigError
 from twinfer.core.run_store import RunStore
 
 SIM = ("simulate", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--requests", "3", "--no-save")
@@ -175,3 +178,33 @@ def test_a_stopped_run_leaves_what_is_done(tmp_path: Path, tiny_llama_dir: Path,
     (summary,) = RunStore(tmp_path / "runs").list()
     record = RunStore(tmp_path / "runs").load(summary.id)
     assert not record.complete and not summary.problem and record.steps
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    "words", [("--version",), ("--help",), ("devices",), ("devices", "--json"), ("memory", "-m", "smollm2-135m")]
+)
+def test_output_that_cannot_be_written_is_one_line(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "twinfer.cli.main", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert ran.returncode == 2 and ran.stderr.startswith("error: the output: No space left on device; "), ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_a_device_file_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_device(load_device("l4"), tmp_path / "mine.json")
+    before = path.read_text()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match=r"mine.json': cannot be written \(No space left on device\); free the space"):
+        write_device(load_device("a10"), path)
+    assert path.read_text() == before
