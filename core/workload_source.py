@@ -181,12 +181,18 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and type(prompt[0]) is int
 
 
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on the file systems of today."""
+
+
 def source_of(workload: Workload, registry: Registry | None = None) -> CheckedSource:
     """The plugin that serves `workload`: the one it names, else the first that accepts it."""
     if registry is None:
         from twinfer.core.registry import default_registry
 
         registry = default_registry()
+    if any(len(part.encode(errors="surrogatepass")) > _LONGEST_NAME for part in Path(workload.trace or "").parts):
+        raise ConfigError("--trace", workload.trace, "is too long for the name of a file", "check the path")
     if workload.source is not None:
         return CheckedSource(registry.build("workload", workload.source))
     for name in registry.names("workload"):
