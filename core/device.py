@@ -197,7 +197,8 @@ def _files(registry: Registry | None) -> Iterator[tuple[str, Path]]:
         registry = default_registry()
     seen: set[str] = set()
     for item in registry.all("device"):
-        for path in sorted(Path(item.cls.path).glob("*.json")):
+        folder = getattr(item.cls, "path", None)
+        for path in sorted(Path(folder).glob("*.json")) if folder else ():
             if path.stem not in seen:
                 seen.add(path.stem)
                 yield path.stem, path

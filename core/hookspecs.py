@@ -62,7 +62,7 @@ def register_model_family(register: Register) -> None:
 
 @hookspec
 def register_device(register: Register) -> None:
-    """Device specs (class attribute `path`: folder of JSON device files). Phase: load; once; may not block."""
+    """Device specs (class attributes `path`, `links`: folders of JSON files). Phase: load; once; may not block."""
 
 
 @hookspec

@@ -30,13 +30,15 @@ from pydantic import BaseModel, ValidationError
 
 from twinfer.core import hookspecs
 from twinfer.core.config import Choice
-from twinfer.core.errors import ConfigError, PluginError
+from twinfer.core.errors import ConfigError, PluginError, short
 from twinfer.core.guard import FAULTS, Blaming, raised
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.observers import Observers
 from twinfer.core.technique import KINDS, Technique
 
 GROUP = "twinfer"
+_ALSO = {"cli_command": ("run",), "dashboard_page": ("render",)}
+"""What kinds declare that no class inherits."""
 OPTION_OF_KIND = {kind: "--" + kind.replace("_", "-") for kind in KINDS} | {"quantizer": "--quant"}
 
 
@@ -233,7 +235,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:
-    missing = [a for a in ("name", "summary", "Options", "why_not") if not hasattr(cls, a)]
+    missing = [a for a in ("name", "summary", "Options", "why_not", *_ALSO.get(kind, ())) if not hasattr(cls, a)]
     if missing:
         raise PluginError(
             f"plugin {plugin!r}: {kind} {cls.__name__} lacks {', '.join(missing)}; "
@@ -249,6 +251,18 @@ def _check_declaration(kind: str, cls: type[Any], plugin: str) -> None:
             )
     if not (isinstance(cls.Options, type) and issubclass(cls.Options, BaseModel)):
         raise PluginError(f"plugin {plugin!r}: {kind} {cls.name}: Options must be a pydantic model")
+    if kind == "device":
+        _check_folders(cls, plugin)
+
+
+def _check_folders(cls: type[Any], plugin: str) -> None:
+    """PluginError unless a device plugin names folders that are there."""
+    folders = {name: getattr(cls, name) for name in ("path", "links") if hasattr(cls, name)} or {"path": None}
+    for name, folder in folders.items():
+        if not (isinstance(folder, str | Path) and Path(folder).is_dir()):
+            raise PluginError(
+                f"plugin {plugin!r}: device {cls.name}: {name} is {short(folder)}; give the folder of its JSON files"
+            )
 
 
 _default: Registry | None = None

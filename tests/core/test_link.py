@@ -56,7 +56,6 @@ def test_a_link_of_a_plugin_and_one_beside_the_device_file(tmp_path: Path) -> No
         "import twinfer\n"
         "class More(twinfer.Technique):\n"
         "    name, summary = 'more', 'more links'\n"
-        "    path = Path(__file__).with_name('specs')\n"
         "    links = Path(__file__).with_name('links')\n"
         "@twinfer.hookimpl\n"
         "def register_device(register):\n"

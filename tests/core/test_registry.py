@@ -192,6 +192,32 @@ def test_a_plugin_that_breaks_its_contract_is_an_error_that_names_it(tmp_path: P
     assert "faulty" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ("pass", "path is None"),
+        ("path = 7", "path is 7"),
+        ("path = 'no/such/folder'", "path is 'no/such/folder'"),
+        ("links = 7", "links is 7"),
+        ("path = '.'; links = 'no/such/folder'", "links is 'no/such/folder'"),
+    ],
+)
+def test_a_device_plugin_names_folders_that_exist(tmp_path: Path, attributes: str, said: str) -> None:
+    text = f"from twinfer import Technique, hookimpl\nclass D(Technique):\n    name, summary = 'd', 's'\n    {attributes}\n"
+    write(tmp_path, "faulty", f"{text}@hookimpl\ndef register_device(register): register(D)\n")
+    with pytest.raises(PluginError) as caught:
+        Registry(plugin_dirs=[tmp_path], entry_points=False)
+    assert str(caught.value) == f"plugin 'faulty': device d: {said}; give the folder of its JSON files"
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [("cli_command", "run"), ("dashboard_page", "render")])
+def test_a_command_or_page_without_its_function_is_refused(tmp_path: Path, kind: str, lacks: str) -> None:
+    text = "from twinfer import Technique, hookimpl\nclass T(Technique):\n    name, summary = 't', 's'\n"
+    write(tmp_path, "faulty", f"{text}@hookimpl\ndef register_{kind}(register): register(T)\n")
+    with pytest.raises(PluginError, match=f"plugin 'faulty': {kind} T lacks {lacks}; "):
+        Registry(plugin_dirs=[tmp_path], entry_points=False)
+
+
 HOOKS = ", ".join(name for name in vars(hookspecs) if name.startswith(("register_", "on_")))
 
 
