@@ -193,8 +193,12 @@ def execute(
 
     if scenario.model is None:
         raise ConfigError("--model", None, "no model was chosen", "give a name of `twinfer models` or a path")
+    if scenario.name and not scenario.name.isprintable():
+        raise ConfigError("--name", scenario.name, "has characters that cannot be printed", "give plain words")
     if scenario.save:
         RunStore(scenario.runs_dir).check_writable()
+    elif scenario.runs_dir is not None:
+        raise ConfigError("--runs-dir", str(scenario.runs_dir), "--no-save keeps no run", "give one of the two")
     try:
         config = scenario.config()
         record = start(world, "running" if world == "engine" else "simulating", config, scenario.workload(),

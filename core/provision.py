@@ -90,11 +90,11 @@ def place(
     max_request_tokens: int | None = None,
 ) -> Placement:
     """`spec` on `device` as `config` asks; arguments as those of `provision`. Raises ConfigError."""
-    dtype = canonical_dtype(config.dtype) if config.dtype != "auto" else spec.dtype
+    dtype = canonical_dtype(config.dtype, "--dtype") if config.dtype != "auto" else spec.dtype
     if config.dtype == "auto" and device.kind == "cpu":
         dtype = "float32"
     if config.kv_dtype != "auto":
-        config = config.model_copy(update={"kv_dtype": canonical_dtype(config.kv_dtype, "kv_dtype")})
+        config = config.model_copy(update={"kv_dtype": canonical_dtype(config.kv_dtype, "--kv-dtype")})
     config = config.model_copy(update={"dtype": dtype})
     ranks = config.layout.devices
     if device.kind == "cpu" and ranks > 1:  # they share the memory of the machine

@@ -85,11 +85,11 @@ def adapt_model(
     """`spec` as the chosen attention variant, quantizer and dtypes leave it, and those techniques."""
     changes: dict[str, Any] = {}
     if config.dtype != "auto":
-        changes["dtype"] = canonical_dtype(config.dtype, "dtype")
+        changes["dtype"] = canonical_dtype(config.dtype, "--dtype")
         if config.kv_dtype == "auto" and spec.kv_dtype == spec.dtype:  # else the checkpoint sets it apart
             changes["kv_dtype"] = changes["dtype"]
     if config.kv_dtype != "auto":
-        changes["kv_dtype"] = canonical_dtype(config.kv_dtype, "kv_dtype")
+        changes["kv_dtype"] = canonical_dtype(config.kv_dtype, "--kv-dtype")
     model = replace(spec, **changes) if changes else spec
     techniques: list[Technique] = []
     for kind, choice in (("attention", config.attention), ("quantizer", config.quantizer)):

@@ -27,14 +27,14 @@ class ModelSpec(ModelFields):
 
     def with_dtypes(self, dtype: str = "auto", kv_dtype: str = "auto") -> ModelSpec:
         """The spec in other formats; "auto" keeps what is there. KV follows `dtype` unless it was set apart."""
-        new = self.dtype if dtype == "auto" else canonical_dtype(dtype, "dtype")
+        new = self.dtype if dtype == "auto" else canonical_dtype(dtype, "--dtype")
         if dtype_bits(new) < 16:
-            raise ConfigError("dtype", new, "activations need at least 16 bits",
+            raise ConfigError("--dtype", new, "activations need at least 16 bits",
                               "use float32, bfloat16 or float16, and --quant for narrower weights")  # fmt: skip
         if kv_dtype == "auto":
             kv = new if self.kv_dtype == self.dtype else self.kv_dtype
             return replace(self, dtype=new, kv_dtype=kv)
-        kv = canonical_dtype(kv_dtype, "kv_dtype")
+        kv = canonical_dtype(kv_dtype, "--kv-dtype")
         return replace(self, dtype=new, kv_dtype=kv, kv_scale_bytes=self.kv_scale_bytes if kv == self.kv_dtype else 0.0)
 
     # --- KV cache -------------------------------------------------------------------------------

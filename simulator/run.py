@@ -155,8 +155,8 @@ def prepare(
     """
     if not workload.ignore_eos:
         raise ConfigError(
-            "ignore_eos", False, "a prediction has no text that could end a request",
-            "simulate full lengths (without --stop-at-eos) and give the --output-len you expect",
+            "--stop-at-eos", None, "a prediction has no text that could end a request",
+            "leave it out and give the --output-len you expect",
         )  # fmt: skip
     layout = config.layout
     if config.num_devices not in (None, layout.devices):

@@ -37,7 +37,12 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (("--rate", "1e-320"), ("--rate", "1e-9")),
         (("--scheduler", "continuous:chunk_size"), ("--scheduler", "has no value")),
         (("--scheduler", "static:max_wait_s=inf"), ("--scheduler", "max_wait_s", "finite")),
-        (("--dtype", "int8"), ("dtype='int8'",)),
+        (("--dtype", "int8"), ("--dtype='int8'",)),
+        (("--dtype", "word"), ("--dtype='word'", "known")),
+        (("--kv-dtype", "word"), ("--kv-dtype='word'", "known")),
+        (("--stop-at-eos",), ("--stop-at-eos: a prediction", "leave it out")),
+        (("--runs-dir", "x"), ("--runs-dir='x'", "--no-save keeps no run")),
+        (("--name", "a\nb"), ("--name='a\\nb'", "printed")),
         (("--op-time", "roofline:foo=1"), ("--op-time-model", "foo")),
     ],
 )

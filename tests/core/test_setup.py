@@ -78,7 +78,7 @@ def test_dtypes_change_the_bytes_of_a_token(registry: Registry) -> None:
         ({"quantizer": "magic"}, 1e9, ["--quant='magic'"]),
         ({"attention": "magic"}, 1e9, ["--attention='magic'"]),
         ({"dtype": "float99"}, 1e9, ["dtype", "float99"]),
-        ({"kv_dtype": "float99"}, 1e9, ["kv_dtype", "float99"]),
+        ({"kv_dtype": "float99"}, 1e9, ["--kv-dtype", "float99"]),
     ],
     ids=lambda value: str(value)[:30],
 )

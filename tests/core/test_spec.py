@@ -157,7 +157,7 @@ def test_with_dtypes() -> None:
     assert model.with_dtypes(kv_dtype="fp8").with_dtypes("float32").kv_dtype == "fp8", "unless it was set apart"
     with pytest.raises(ConfigError, match=r"dtype='int4'.*--quant"):
         model.with_dtypes("int4")
-    with pytest.raises(ConfigError, match=r"kv_dtype='bf8'.*did you mean"):
+    with pytest.raises(ConfigError, match=r"--kv-dtype='bf8'.*did you mean"):
         model.with_dtypes(kv_dtype="bf8")
 
 
