@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from twinfer.core.speculation import Speculator
     from twinfer.core.work import Op, StepShape
 
+MOST_GUESSES = 4096
+"""Tokens guessed in a step: far beyond any use, and still a step that can be made."""
+_COUNT = f"a whole number, 0 to {MOST_GUESSES}"
+
 
 class CheckedSpeculator:
     """`own`, held to its contract. Names, units and errors are those of `Speculator`."""
@@ -27,10 +31,12 @@ class CheckedSpeculator:
 
     def __init__(self, own: Speculator) -> None:
         self._own = own
-        self.num_tokens: int = self._said("num_tokens", _is_count, "a whole number, at least 0")
-        self.depth: int = self._said("depth", _is_count, "a whole number, at least 0")
+        self.num_tokens: int = self._said("num_tokens", _is_count, _COUNT)
+        self.depth: int = self._said("depth", _is_count, _COUNT)
         self.mean_tokens: float = self._said("mean_tokens", is_amount, "a number of tokens")
-        widths = self._said("drafting", _are_counts, "the tokens that each pass is fed, whole numbers, at least 1")
+        widths = self._said(
+            "drafting", _are_counts, f"the tokens that each pass is fed, whole numbers from 1 to {MOST_GUESSES}"
+        )
         self.drafting: tuple[int, ...] = tuple(widths)
         self.reads_prompt: bool = self._said("reads_prompt", lambda answer: isinstance(answer, bool), "True or False")
         with self._blaming("acceptance"):
@@ -82,11 +88,11 @@ class CheckedSpeculator:
 
 
 def _is_count(answer: object) -> bool:
-    return type(answer) is int and answer >= 0
+    return type(answer) is int and 0 <= answer <= MOST_GUESSES
 
 
 def _are_counts(answer: object) -> bool:
-    return isinstance(answer, Sequence) and all(type(count) is int and count >= 1 for count in answer)
+    return isinstance(answer, Sequence) and all(_is_count(count) and count >= 1 for count in answer)
 
 
 __all__ = ["CheckedSpeculator"]

@@ -44,7 +44,10 @@ def short(value: object) -> str:
     if type(value) is float:
         text = _plain(f"{value:g}" if float(f"{value:g}") == value else repr(value).removesuffix(".0"))
     else:
-        text = repr(str(value) if isinstance(value, PurePath) else value)
+        try:
+            text = repr(str(value) if isinstance(value, PurePath) else value)
+        except Exception:  # of others' objects, or a whole number of thousands of digits
+            text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
 
 

@@ -9,10 +9,9 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
-from twinfer.core.errors import PluginError, TwinferError, short
+from twinfer.core.errors import PluginError, TwinferError, figure, short
 from twinfer.core.work import Op
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 FAULTS = (Exception, SystemExit)
 """What a plugin may raise that is its fault."""
+MOST = 10**18
+"""Tokens, bytes, seconds and blocks that nothing has: numbers far beyond are none that can be computed with."""
 
 
 class Blaming:
@@ -47,8 +48,12 @@ def fault(kind: str, technique: Any, method: str, error: BaseException) -> Plugi
 
 
 def raised(error: BaseException) -> str:
-    """An error that others wrote, perhaps over several lines, in one."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """An error that others wrote, perhaps over several lines, or with no words that can be had, in one."""
+    try:
+        words = " ".join(str(error).split())
+    except FAULTS:
+        words = "(its text cannot be had)"
+    return f"{type(error).__name__}: {words}"
 
 
 def unusable(kind: str, technique: Any, method: str, answer: object, wanted: str) -> PluginError:
@@ -64,8 +69,17 @@ def whole(kind: str, technique: Any, method: str, least: int, *given: object) ->
         raise
     except FAULTS as error:
         raise fault(kind, technique, method, error) from error
-    if type(answer) is not int or answer < least:
-        raise unusable(kind, technique, method, answer, f"a whole number, at least {least}")
+    if type(answer) is not int or not least <= answer <= MOST:
+        raise unusable(kind, technique, method, answer, f"a whole number, at least {least}, at most {figure(MOST)}")
+    return answer
+
+
+def flag(kind: str, technique: Any, name: str, *default: bool) -> bool:
+    """The attribute `name`, True or False, of `technique`; `default` where it need not have it."""
+    with Blaming(kind, technique, name):
+        answer = getattr(technique, name, *default)
+    if not isinstance(answer, bool):
+        raise unusable(kind, technique, name, answer, "True or False")
     return answer
 
 
@@ -109,17 +123,14 @@ def are_ops(answer: object) -> bool:
 
 
 def is_amount(answer: object, least: float = 0.0) -> bool:
-    """Whether `answer` is a finite number, at least `least`."""
-    return isinstance(answer, int | float) and not isinstance(answer, bool) and least <= answer and -inf < answer < inf
+    """Whether `answer` is a number, at least `least` and of use."""
+    return isinstance(answer, int | float) and not isinstance(answer, bool) and least <= answer and abs(answer) <= MOST
 
 
 def block_size_of(cache: KVCache, limits: Limits) -> int:
     """Tokens per block of `cache`, whose flags are looked at, too."""
-    for flag in ("shares_prefixes", "copies_on_write"):
-        with Blaming("kv_cache", cache, flag):
-            answer = getattr(cache, flag)
-        if not isinstance(answer, bool):
-            raise unusable("kv_cache", cache, flag, answer, "True or False")
+    for name in ("shares_prefixes", "copies_on_write"):
+        flag("kv_cache", cache, name)
     return whole("kv_cache", cache, "block_size", 1, limits)
 
 
@@ -129,6 +140,6 @@ def _named(kind: str, technique: Any) -> str:
 
 
 __all__ = [
-    "FAULTS", "Blaming", "adapted_model", "adapted_ops", "are_ops", "block_size_of", "fault", "is_amount", "raised", "reasons_against",
+    "FAULTS", "Blaming", "adapted_model", "adapted_ops", "are_ops", "block_size_of", "fault", "flag", "is_amount", "raised", "reasons_against",
     "unusable", "whole",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.core import Core
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError
-from twinfer.core.guard import Blaming, adapted_model, block_size_of, reasons_against, unusable
+from twinfer.core.guard import Blaming, adapted_model, block_size_of, flag, reasons_against, unusable
 from twinfer.core.memory_parts import largest_kv, refuse_indivisible
 from twinfer.core.policy import KVCache, Limits, Scheduler
 from twinfer.core.registry import OPTION_OF_KIND, Registry
@@ -73,7 +73,7 @@ class Setup:
 def groups_of(model: ModelSpec, kv_cache: KVCache) -> tuple[CacheGroup, ...]:
     """The cache groups of `model`: one of all layers when `kv_cache` keeps what has left a window."""
     keeping = [layer for layer in range(model.num_layers) if model.is_attention(layer)]
-    if not getattr(kv_cache, "frees_windows", False):
+    if not flag("kv_cache", kv_cache, "frees_windows", False):
         return (CacheGroup(None, tuple(keeping)),)
     groups = cache_groups(model.attention_windows, model.max_context)
     return tuple(CacheGroup(group.window, tuple(keeping[i] for i in group.layers)) for group in groups)

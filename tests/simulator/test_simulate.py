@@ -177,7 +177,7 @@ def test_progress_is_reported_and_a_stop_leaves_a_valid_record() -> None:
         ({"device": "h1000"}, {}, "--device"),
         ({"scheduler": "continous"}, {}, "--scheduler"),
         ({"op_time": ("oracle",)}, {}, "--op_time-model"),
-        ({}, {"ignore_eos": False}, "ignore_eos"),
+        ({}, {"ignore_eos": False}, "--stop-at-eos"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(config: dict[str, Any], workload: dict[str, Any], option: str) -> None:
