@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from twinfer.core.errors import ModelError
+from twinfer.core.errors import ModelError, figure, short
+
+_MOST = 10**12
+"""Far beyond every size of a model: larger numbers are a mistake, and cannot be computed with."""
 
 
 class Fields:
@@ -24,28 +26,34 @@ class Fields:
         if value is None:
             raise ModelError(f"{self.name}: config.json lacks {key!r}; give the whole config.json of the model")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a whole number")
+            raise ModelError(f"{self.name}: config.json has {key}={short(value)}, which should be a whole number")
         if value < least:
             raise ModelError(f"{self.name}: config.json has {key}={value}, which should be at least {least}")
+        if value > _MOST:
+            raise ModelError(
+                f"{self.name}: config.json has {key}={short(value)}, which should be at most {figure(_MOST)}"
+            )
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be a number from 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
+            raise ModelError(
+                f"{self.name}: config.json has {key}={short(value)}, which should be a number from 0 to {figure(_MOST)}"
+            )
         return float(value)
 
     def cap(self, key: str) -> float | None:
         """A positive number, or None where there is none."""
         value = self.get(key)
         if value is not None and self.number(key, 0.0) == 0:
-            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be positive or null")
+            raise ModelError(f"{self.name}: config.json has {key}={short(value)}, which should be positive or null")
         return None if value is None else float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ModelError(f"{self.name}: config.json has {key}={value!r}, which should be true or false")
+            raise ModelError(f"{self.name}: config.json has {key}={short(value)}, which should be true or false")
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
@@ -53,14 +61,14 @@ class Fields:
         given = self.get(key, [])
         found = given if isinstance(given, list) else [given]
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
-            raise ModelError(f"{self.name}: config.json has {key}={given!r}, which should be token ids")
+            raise ModelError(f"{self.name}: config.json has {key}={short(given)}, which should be token ids")
         return tuple(found)
 
     def must_be(self, key: str, value: Any, *known: Any) -> None:
         if value not in known:
             names = " or ".join(repr(v) for v in known if v is not None)
             raise ModelError(
-                f"{self.name}: config.json has {key}={value!r}, which is not supported; it must be {names}"
+                f"{self.name}: config.json has {key}={short(value)}, which is not supported; it must be {names}"
             )
 
     def part(self, key: str) -> Fields:

@@ -101,10 +101,13 @@ def read_plan(path: str | Path) -> Plan:
                 "--resume", str(path), "was changed after it was written", "ask its question anew, without --resume"
             )
         question = Question.from_plain(found["question"])
+        if not isinstance(question.base["model"], str):
+            raise TypeError("model")
         points = [(trial_of(p["trial"]), outcome_of(p["outcome"])) for p in found["points"]]
+        known = {trial.key: (trial, outcome) for trial, outcome in points}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError("--resume", str(path), f"holds no plan that this version can read ({error})", fix) from None
-    return Plan(question=question, points={trial.key: (trial, outcome) for trial, outcome in points})
+    return Plan(question=question, points=known)
 
 
 __all__ = ["SCHEMA", "Plan", "check_out", "read_plan"]

@@ -173,6 +173,8 @@ def test_config_json_and_folder_are_the_same_model(tmp_path: Path) -> None:
         (small(rms_norm_eps=[1]), "rms_norm_eps"), (small(torch_dtype="float13"), "float13"),
         (small(num_key_value_heads=3), "does not divide"), (small(num_hidden_layers=0), "num_layers=0"),
         (small(num_attention_heads=0), "num_heads=0"),
+        (small(hidden_size=10**400), "...0, which should be at most 1e12"), (small(vocab_size=10**13), "should be at most 1e12"),
+        (small(rms_norm_eps=10**400), "rms_norm_eps"), (small(rope_theta=10**400), "int too large"),
         (small(quantization_config=[]), "quantization_config=[], which should be an object"),
         (small(quantization_config={"quant_method": "gptq", "bits": -4}), "bits=-4, which should be at least 1"),
         (small(quantization_config={"quant_method": "awq", "bits": 32}), "bits=32, which should be at most 16"),

@@ -21,7 +21,7 @@ from twinfer.core.registry import Registry
 from twinfer.core.workload import Workload
 from twinfer.simulator.fleet_run import simulate_fleet
 from twinfer.simulator.plan import Plan, plan, read_plan
-from twinfer.simulator.plan_file import check_out
+from twinfer.simulator.plan_file import _digest, check_out
 from twinfer.simulator.plan_space import Question
 from twinfer.simulator.plan_traffic import busiest
 from twinfer.simulator.plan_trial import ASSESS, FLEET, PROOF, REPLICA, SCREEN, Evaluator, Trial
@@ -398,6 +398,21 @@ def test_a_file_that_was_changed_is_not_believed(whole: Plan, old: str, new: str
     (tmp_path / "a.json").write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=r"--resume.*was changed after it was written"):
         read_plan(tmp_path / "a.json")
+
+
+def test_a_file_of_another_maker_with_fields_of_other_kinds_is_no_plan(whole: Plan, tmp_path: Path) -> None:
+    """Its digest is right, but no search wrote it."""
+    found = json.loads(json.dumps(whole.plain()))
+    for damage in ({"base": {}}, {"base": {"model": 5}}, {"design": None}, {"design": "x"}):
+        changed = json.loads(json.dumps(found))
+        changed["question" if "base" in damage else "points"] = (
+            changed["question"] | damage if "base" in damage
+            else [{**point, "trial": point["trial"] | damage} for point in changed["points"]]
+        )  # fmt: skip
+        changed["digest"] = _digest(changed["question"], changed["points"])
+        (tmp_path / "a.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=r"--resume.*holds no plan that this version can read"):
+            read_plan(tmp_path / "a.json")
 
 
 def test_nothing_but_a_plan_is_replaced_and_a_failed_write_leaves_nothing(
