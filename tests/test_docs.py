@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from twinfer.core import hookspecs, policy, routing, technique, workload_source
+from twinfer.core import hookspecs, policy, request, routing, technique, workload_source
 from twinfer.core.hookspecs import hookspec
 
 DOCUMENTS = (
@@ -103,7 +103,6 @@ def test_every_hook_says_its_phase() -> None:
         (policy, "KVCache", ("block_size", "reserve", "headroom", "idle_order")),
         (routing, "Router", ("pick",)),
         (workload_source, "WorkloadSource", ("accepts", "drafts", "arrivals")),
-        (routing, "ReplicaView", ("num_blocks", "free_blocks", "block_size", "routed_tokens", "cached_tokens")),
     ],
 )
 def test_contracts_are_documented_as_written(
@@ -114,6 +113,31 @@ def test_contracts_are_documented_as_written(
     assert declared == set(methods), f"{cls} has changed: document it in docs/plugins.md and here"
     for method in methods:
         assert written[f"{cls}.{method}"] in plugins_md
+
+
+SHOWN = (request.Request, request.Sequence, policy.View, policy.Limits, policy.Shortage, policy.Want, policy.Defer,
+         policy.Steady, routing.ReplicaView)  # fmt: skip
+IN_PART = (request.Request, request.Sequence)  # the rest of their fields is for the Core
+
+
+def readable(cls: type) -> set[str]:
+    """What a plugin can read of an object: fields and properties by name, methods with their arguments."""
+    found = {name for name in (*cls.__annotations__, *getattr(cls, "__slots__", ())) if not name.startswith("_")}
+    for name, value in vars(cls).items():
+        if inspect.isfunction(value) and not name.startswith("_"):
+            found.add(f"{name}({', '.join([*inspect.signature(value).parameters][1:])})")
+        elif isinstance(value, property):
+            found.add(name)
+    return found
+
+
+def test_fields_that_plugins_are_shown_are_named_as_they_are(plugins_md: str) -> None:
+    tables = re.findall(r"^`(\w+)` \(`core/(\w+)\.py`\).*\n(?:.+\n)?\n((?:\|.*\n)+)", plugins_md, flags=re.MULTILINE)
+    assert [(name, module) for name, module, _ in tables] == [(c.__name__, c.__module__.split(".")[-1]) for c in SHOWN]
+    for cls, (_, _, table) in zip(SHOWN, tables, strict=True):
+        fields = [name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+        assert len(fields) == len(set(fields)) and set(fields) <= readable(cls), cls.__name__
+        assert cls in IN_PART or set(fields) == readable(cls), cls.__name__
 
 
 def test_relative_links_lead_somewhere(root: Path) -> None:
