@@ -27,7 +27,7 @@ from twinfer.core.events import Abort, Finished, Output, Rejected, TokenDelta
 from twinfer.core.feeder import Feeder
 from twinfer.core.fleet import Fleet
 from twinfer.core.memory_parts import heaviest_rank
-from twinfer.core.overload import note_overload
+from twinfer.core.overload import note_full_rows, note_overload
 from twinfer.core.plan import Need, StepPlan
 from twinfer.core.recorder import Detail, Recorder
 from twinfer.core.records import RunRecord
@@ -102,6 +102,8 @@ def simulate_fleet(
         record.intervals = bands_of(record, sigma, again, scales, engine.concurrency, jitter)
     note_break_even(record, pools.get("decode", pools["engine"]))
     note_overload(record)
+    if not fleet.disaggregated:  # there a request has rows in two pools, one after the other
+        note_full_rows(record, pools["engine"].setup.kv_pool_bytes / fleet.engine.dp)
     return record
 
 

@@ -27,7 +27,7 @@ from twinfer.core.feeder import Feeder
 from twinfer.core.flock import Run
 from twinfer.core.guard import adapted_ops
 from twinfer.core.memory_parts import heaviest_rank
-from twinfer.core.overload import note_overload
+from twinfer.core.overload import note_full_rows, note_overload
 from twinfer.core.parallel_ops import ops_of_step
 from twinfer.core.plan import StepPlan, StepResult
 from twinfer.core.provision import provision
@@ -102,6 +102,7 @@ def simulate(
         record.intervals = bands_of(record, sigma, again, world.at_once, world.concurrency, jitter)
     note_break_even(record, world)
     note_overload(record)
+    note_full_rows(record, world.setup.kv_pool_bytes / config.dp)
     return record
 
 

@@ -19,7 +19,7 @@ from twinfer.core.errors import EngineError
 from twinfer.core.events import Event, Finished, Output, Rejected, Submit, TokenDelta
 from twinfer.core.feeder import Feeder
 from twinfer.core.loop import LocalInbox, drive
-from twinfer.core.overload import note_overload
+from twinfer.core.overload import note_full_rows, note_overload
 from twinfer.core.params import SamplingParams
 from twinfer.core.recorder import Recorder
 from twinfer.core.records import RunRecord
@@ -171,6 +171,7 @@ def serve(
             on_answer(engine.tokenizer.decode(request.prompt), engine.tokenizer.decode(answers[request.id]))
     record = recorder.finish(complete=complete)
     note_overload(record)
+    note_full_rows(record, setup.kv_pool_bytes)
     return record
 
 

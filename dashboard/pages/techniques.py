@@ -127,6 +127,8 @@ def _caveats(mine: Prediction) -> None:
         )
     if mine.record is not None and (traffic := mine.record.reasons.get("traffic")):
         st.warning(f"Traffic is {parts.plain(traffic)}.")
+    if mine.record is not None and (rows := mine.record.reasons.get("rows")):
+        st.info(f"Rows: {parts.plain(in_controls(rows))}.")
 
 
 def _measured(resources: Resources) -> dict[str, Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def test_bands_of_latencies_and_traffic_above_capacity_are_said(cli: Callable) -
     lines = [line.split() for line in out.splitlines()]
     assert len([line for line in lines if line[:3] == ["80", "%", "band"] and line.count("to") == 2]) == 4
     assert "above capacity" not in cli(*words, "--rate", "0.5").out
+
+
+@pytest.mark.parametrize("traffic", [("--concurrency", "24"), ("--rate", "100")], ids=["closed", "open"])
+def test_rows_that_are_the_limit_are_said_with_a_value_that_helps(cli: Callable, traffic: tuple[str, ...]) -> None:
+    words = ("simulate", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--requests", "96", "--input-len", "64",
+             "--output-len", "32", "--no-save", "--json", *traffic)  # fmt: skip
+    few = cli(*words, "--max-num-seqs", "4").json
+    found = re.search(r"--max-num-seqs (\d+)", few["reasons"]["rows"])
+    assert found is not None
+    more = cli(*words, "--max-num-seqs", found[1]).json
+    assert "rows" not in more["reasons"]
+    assert more["output_throughput"] > 1.5 * few["output_throughput"] and more["ttft"]["p50"] < few["ttft"]["p50"]
 
 
 @pytest.mark.parametrize("fleet", [(), ("--replicas", "2")], ids=["alone", "fleet"])

@@ -244,7 +244,9 @@ def test_a_large_workload_is_sampled_and_says_so(page, monkeypatch):
 
 def test_traffic_above_capacity_is_said(page):
     crowd = {**SMALL, "num_requests": "40", "max_num_seqs": "1", "rate": "1000"}
-    assert any("Traffic is above capacity: " in words for words in warned(page(**crowd)))
+    at = page(**crowd)
+    assert any("Traffic is above capacity: " in words for words in warned(at))
+    assert any(i.value.startswith("Rows: all 1 were taken ") and "--" not in i.value for i in at.info)
     assert not any("Traffic" in words for words in warned(page(**{**crowd, "rate": "0.01"})))
 
 
