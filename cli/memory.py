@@ -76,6 +76,9 @@ def memory(
         int | None, typer.Option(help="Tokens in one step, which activations depend on.")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step, which logits depend on.")] = None,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV pool; else what the device leaves, on a CPU at most 4 GiB.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Where the memory goes, rank by rank, with the equations; whether it fits a device, and what would make it fit.
@@ -94,11 +97,12 @@ def memory(
     """
     if device is None:
         _refuse_without_device(ctx, "memory_fraction")
+        _refuse_without_device(ctx, "num_kv_blocks")
     answer = memory_answer(
         ctx.obj, model=model, context=context, batch=batch, dtype=dtype, kv_dtype=kv_dtype, attention=attention,
         quant=quant, kv_cache=kv_cache, device=device, layout=(tp, pp, cp, dp, ep), memory_fraction=memory_fraction,
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
-        typical=_given(
+        num_kv_blocks=num_kv_blocks, typical=_given(
             input_len=input_len, output_len=output_len, lengths=lengths, spread=spread,
             images_per_request=images_per_request, image_size=image_size, image_tokens=image_tokens,
             image_compression=image_compression,
@@ -140,6 +144,8 @@ def _print(answer: dict[str, Any]) -> None:
         + ("" if expected is None else f", {expected:.1f} of the lengths expected")
     )
     print(f"num_blocks = {answer['equations']['num_blocks']}")
+    if "pool_note" in answer:
+        print(answer["pool_note"])
 
 
 def _refuse_without_device(ctx: typer.Context, name: str) -> None:
@@ -176,7 +182,7 @@ def memory_answer(
     session: Session, *, model: str, context: int | None, batch: int, dtype: str, kv_dtype: str,
     attention: str | None, quant: str | None, kv_cache: str, device: str | None,
     layout: tuple[int, int, int, int, int], memory_fraction: float, max_num_batched_tokens: int | None,
-    max_num_seqs: int | None, typical: dict[str, Any],
+    max_num_seqs: int | None, num_kv_blocks: int | None, typical: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Memory of one rank as JSON data, in bytes; each of `equations` evaluates to the number of its name.
 
@@ -217,7 +223,10 @@ def memory_answer(
         fields[key] = value if value == "auto" else canonical_dtype(value, "--" + key.replace("_", "-"))
     for key, text in (("attention", attention), ("quantizer", quant)):
         fields[key] = None if text is None else Choice(**parse_choice(text, OPTION_OF_KIND[key]))
-    for key, limit in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
+    limits = {
+        "max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs, "num_kv_blocks": num_kv_blocks
+    }  # fmt: skip
+    for key, limit in limits.items():
         if limit is not None:
             fields[key] = limit
     config = make_config(fields).model_copy(update={"max_model_len": max(2, context)})
@@ -290,6 +299,10 @@ def memory_answer(
                 "worst_case_concurrency": budget.worst_case_concurrency,
                 "expected_concurrency": budget.expected_concurrency, "segments": dict(budget.segments()),
             }  # fmt: skip
+            if rank.kv_most < rank.free:
+                answer["pool_note"] = (
+                    f"KV takes at most {show.size(rank.kv_most)} on a CPU unless told otherwise (--num-kv-blocks)"
+                )
             if not answer["fits"]:
                 answer["problem"] = (
                     f"{batch} sequences of {context} tokens were asked for, {budget.worst_case_concurrency:.1f} fit; "

@@ -298,6 +298,12 @@ def _pool(
         reasons["num_kv_blocks"] = f"from kv_memory_bytes={config.kv_memory_bytes}"
         return float(config.kv_memory_bytes), int(config.kv_memory_bytes // per_block)
     left, blocks = max(0.0, rank.left), rank.blocks(block_size)
+    if rank.kv_most < rank.free:
+        reasons["num_kv_blocks"] = (
+            f"{config.dp * blocks}: {rank.kv_most / 2**30:g} GiB{' a rank' if config.layout.devices > 1 else ''}, the "
+            "default on a CPU (--kv-memory-bytes or --num-kv-blocks changes it)"
+        )
+        return left, blocks
     groups = f"{config.dp} groups x " if config.dp > 1 else ""
     stage = f" on {rank.name}" if rank.num_stages > 1 else ""
     reasons["num_kv_blocks"] = (
@@ -338,7 +344,10 @@ def rank_equations(spec: ModelSpec, config: EngineConfig, rank: RankMemory, bloc
     elif config.kv_memory_bytes is not None:
         blocks = f"{groups}int({config.kv_memory_bytes} // {block})"
     else:
-        blocks = f"{groups}int(max(0, {ceiling} - ({held})) // {block})"
+        left = f"{ceiling} - ({held})"
+        if rank.kv_most < rank.free:
+            left = f"min({rank.kv_most}, {left})"
+        blocks = f"{groups}int(max(0, {left}) // {block})"
     experts = f" + {routed!r} * {routed_bits!r}" if routed else ""
     last = rank.stage == rank.num_stages - 1
     return {

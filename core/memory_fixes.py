@@ -17,7 +17,7 @@ from twinfer.core.cache_groups import Paging, one_group
 from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import dtype_bits
 from twinfer.core.errors import ConfigError, DoesNotFit
-from twinfer.core.memory_parts import RankMemory, Room, fullest, gib, heaviest_rank, ranks_of
+from twinfer.core.memory_parts import UNBOUNDED, RankMemory, Room, fullest, gib, heaviest_rank, ranks_of
 from twinfer.core.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -88,7 +88,10 @@ class Question:
             rank = fullest(ranks, self.paging.block_size)
         except ConfigError:  # groups that cannot share the model
             return None
-        held = self.paging.longest(rank.blocks(self.paging.block_size), max(self.wanted, spec.max_context))
+        blocks = rank.blocks(self.paging.block_size)
+        if config.num_kv_blocks is not None:
+            blocks = min(blocks, config.num_kv_blocks // config.dp)
+        held = self.paging.longest(blocks, max(self.wanted, spec.max_context))
         spare = rank.left - self.paging.pages(self.wanted) * self.paging.block_size * rank.per_slot
         if held >= self.wanted:  # whole blocks decide
             effect, spare = f"then {held} tokens fit{change.price}", max(spare, 0.0)
@@ -156,6 +159,8 @@ def does_not_fit(q: Question, rank: RankMemory, slots: int) -> ConfigError:
     )
     option, value = ("--max-model-len", wanted) if config.max_model_len else ("--model", q.spec.name)
     problem = f"{request}, {gib(max(0.0, rank.left))} is left for KV ({taken})"
+    if rank.kv_most < rank.free:
+        problem = f"{request}, KV takes at most {gib(rank.kv_most)} on a CPU unless told otherwise"
     return DoesNotFit(
         option, value, problem,
         "try " + ", or ".join(map(str, fixes)) if fixes else "no single change makes it fit; use a device with more memory",
@@ -222,6 +227,9 @@ def trials(q: Question) -> list[Fix]:
 def _changes(q: Question) -> Iterator[_Change]:
     """Changes worth a try, in the order of their cost; formats only where they are narrower than what is there."""
     spec, config = q.spec, q.config
+    if q.room.kv_most < UNBOUNDED and config.num_kv_blocks is None and config.kv_memory_bytes is None:
+        blocks = q.paging.pages(q.wanted) * config.dp
+        yield _Change(f"--num-kv-blocks {blocks}", 0, {"num_kv_blocks": blocks})
     if config.memory_fraction < 0.95:
         yield _Change("--memory-fraction 0.95", 0, {"memory_fraction": 0.95})
     if config.max_num_batched_tokens > 512:

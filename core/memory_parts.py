@@ -41,6 +41,9 @@ LIBRARY_BYTES = 384 * 2**20  # "non-torch" 0.25 GiB, and 0.125 GiB that activati
 NVLINK_COLLECTIVES = 1856 * 2**20  # 1.8 GiB more "non-torch" with 2 or 4 ranks: NVLink multicast buffers
 COLLECTIVES = 392 * 2**20  # without multicast: NCCL's buffers (aiconfigurator-core 0.12.0, `nccl_mem`)
 
+CPU_KV_BYTES = 4 * 2**30
+"""KV pool on a CPU unless asked otherwise: its memory belongs to everything else that runs there, too."""
+
 Params = tuple[tuple[float, float], tuple[float, float], tuple[int, int, float]]
 """Weights with their bits, see `RankMemory`."""
 
@@ -51,7 +54,7 @@ class Room:
 
     memory: all that a process sees.  runtime, graphs: the driver's context and captured graphs, outside the fraction.
     libraries: kernels and workspaces, inside it.  collectives: what they take more when ranks add up.
-    own: every rank has memory of its own (not on a CPU).
+    own: every rank has memory of its own (not on a CPU).  kv_most: for the KV of all ranks, unless a size is asked for.
     """
 
     memory: int
@@ -60,12 +63,14 @@ class Room:
     libraries: int = 0
     collectives: int = 0
     own: bool = True
+    kv_most: float = UNBOUNDED
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Room:
         if device.kind != "gpu":
             own = device.kind != "cpu"
-            return cls(device.usable_bytes, device.runtime_bytes, device.graph_bytes, own=own)
+            most = UNBOUNDED if own else CPU_KV_BYTES
+            return cls(device.usable_bytes, device.runtime_bytes, device.graph_bytes, own=own, kv_most=most)
         multicast = device.link in ("nvlink-4", "nvlink-5")
         return cls(
             device.usable_bytes, device.runtime_bytes, device.graph_bytes, LIBRARY_BYTES,
@@ -84,7 +89,7 @@ class RankMemory:
     layers: of the whole model.  ranks: how many hold this.  weight_params: (weights of linears, their bits), (those of
     routed experts, their bits), (embedding, head and an image encoder; norms; their bits).
     per_token: KV that a token adds here; per_slot: in one page, which has the layers of one cache group.
-    left: for KV, negative when even the rest does not fit.
+    kv_most: what KV may take, whatever is there.  left: for KV, negative when even the rest does not fit.
     """
 
     stage: int
@@ -104,6 +109,7 @@ class RankMemory:
     index_bytes: float
     per_token: float
     per_slot: float
+    kv_most: float = UNBOUNDED
 
     @property
     def outside(self) -> int:
@@ -121,8 +127,13 @@ class RankMemory:
         return self.weights + self.activations + self.libraries + self.states
 
     @property
-    def left(self) -> float:
+    def free(self) -> float:
+        """Of what the fraction covers, all that is not `held`."""
         return self.ceiling - self.held
+
+    @property
+    def left(self) -> float:
+        return min(self.free, self.kv_most)
 
     @property
     def spare(self) -> float:
@@ -145,6 +156,9 @@ def ranks_of(spec: ModelSpec, config: EngineConfig, room: Room, paging: Paging) 
     layout = config.layout
     refuse_indivisible(spec, layout)
     stages = layout.stages(spec.num_layers)
+    most: float = UNBOUNDED
+    if room.kv_most < UNBOUNDED and config.num_kv_blocks is None:
+        most = config.kv_memory_bytes or room.kv_most // layout.devices
     found = []
     for index, layers in enumerate(stages):
         part, last = cut(spec, layers), index == layout.pp - 1
@@ -162,7 +176,7 @@ def ranks_of(spec: ModelSpec, config: EngineConfig, room: Room, paging: Paging) 
                 states=-(-config.max_num_seqs // layout.dp) * part.state_bytes_per_seq(layout.tp),
                 runtime=room.runtime, graphs=room.graphs,
                 num_kv_layers=part.num_attention_layers, index_bytes=part.index_bytes_per_token,
-                per_token=per_token, per_slot=per_slot,
+                per_token=per_token, per_slot=per_slot, kv_most=most,
             )
         )  # fmt: skip
     return tuple(found)

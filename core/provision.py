@@ -19,15 +19,12 @@ from twinfer.core.errors import ConfigError
 from twinfer.core.guard import block_size_of
 from twinfer.core.memory import MemoryBudget, Others, budget_on, question_on
 from twinfer.core.memory_fixes import Question
-from twinfer.core.memory_parts import heaviest_rank
+from twinfer.core.memory_parts import fullest, heaviest_rank
 from twinfer.core.policy import Limits
 from twinfer.core.registry import Registry
 from twinfer.core.setup import Setup, adapt_model, groups_of, resolve, speculator_of
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
-
-CPU_KV_BYTES = 4 * 2**30
-"""KV pool on a CPU unless asked otherwise: its memory belongs to everything else that runs there, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +137,6 @@ def provision(
             reasons["dtype"] = "float32: every CPU computes it natively"
     config = placed.config
     ranks = config.layout.devices
-    pool_bytes = CPU_KV_BYTES // ranks
     budget = placed.budget(max_request_tokens=max_request_tokens)
     if device.kind == "cpu" and (config.host_kv_bytes or 0) > placed.device.usable_bytes:
         raise ConfigError(
@@ -158,7 +154,8 @@ def provision(
         if pinned:
             reasons["speculator_memory"] = f"{held}: not counted beside a KV pool whose size is given"
         elif weights or more:
-            num_blocks = int(max(0.0, budget.kv_bytes - weights) // (budget.bytes_per_block + more))
+            left = min(budget.kv_bytes, fullest(budget.ranks, budget.block_size).free - weights)
+            num_blocks = int(max(0.0, left) // (budget.bytes_per_block + more))
             slots = num_blocks * placed.block_size // len(budget.groups)
             if slots < budget.max_model_len:
                 raise ConfigError(
@@ -167,23 +164,15 @@ def provision(
                     "take a smaller one, more devices (--tp), or lower --max-model-len",
                 )  # fmt: skip
             reasons["num_kv_blocks"] = (
-                f"{num_blocks}: ({budget.kv_bytes / 2**30:.2f} GiB left for KV - {weights / 2**30:.2f} GiB of drafting "
-                f"weights) / ({budget.bytes_per_block:.0f} B + {more:.0f} B of drafting KV a block)"
+                f"{num_blocks}: {left / 2**30:.2f} GiB left for KV beside {weights / 2**30:.2f} GiB of drafting weights / "
+                f"({budget.bytes_per_block:.0f} B + {more:.0f} B of drafting KV a block)"
             )
-    capped = device.kind == "cpu" and not pinned and budget.kv_bytes > pool_bytes >= budget.bytes_per_block
-    if capped:
-        num_blocks = config.dp * int(pool_bytes // budget.bytes_per_block)
     decisions = {"max_model_len": budget.max_model_len, "num_kv_blocks": num_blocks, "kv_memory_bytes": None}
     setup = resolve(
         config.model_copy(update=decisions), placed.checkpoint, registry, needs=placed.needs,
         max_request_tokens=max_request_tokens,
     )  # fmt: skip
     reasons = {**setup.reasons, **budget.reasons, **reasons}
-    if capped:
-        reasons["num_kv_blocks"] = (
-            f"{num_blocks}: {pool_bytes / 2**30:g} GiB{' a rank' if ranks > 1 else ''}, the default on a CPU "
-            "(--kv-memory-bytes changes it)"
-        )
     if config.kv_dtype == "auto":
         reasons["kv_dtype"] = f"{setup.model.kv_dtype}: as the activations, or as the quantizer stores it"
     decided = setup.config.model_copy(update={"kv_dtype": setup.model.kv_dtype, "num_devices": ranks})

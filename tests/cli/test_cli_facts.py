@@ -80,6 +80,17 @@ def test_typical_lengths_are_the_question_where_no_context_is_given(cli: Callabl
     assert cli(*args, "--json").json["max_model_len"] == 400
 
 
+def test_on_a_cpu_the_pool_is_the_one_that_runs_have(cli: Callable) -> None:
+    args = ("--model", "smollm2-135m", "--device", "cpu")
+    answer = cli("memory", *args, "--json").json
+    run = cli(
+        "simulate", *args, "--requests", "2", "--input-len", "32", "--output-len", "4", "--json", "--no-save"
+    ).json
+    assert answer["num_blocks"] == run["config"]["num_kv_blocks"] == 5825
+    assert "at most 4 GiB on a CPU" in cli("memory", *args).out
+    assert cli("memory", *args, "--num-kv-blocks", "9000", "--json").json["num_blocks"] == 9000
+
+
 def test_fixes_are_part_of_the_answer(cli: Callable) -> None:
     answer = cli("memory", "--model", "llama-3.1-70b", "--device", "l40s", "--tp", "2", "--json").json_with(3)
     assert answer["fits"] is False and any(fix["fits"] for fix in answer["fixes"])

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from twinfer.core.catalog import resolve_spec
-from twinfer.core.config import EngineConfig
+from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import load_device
 from twinfer.core.errors import ConfigError
-from twinfer.core.provision import CPU_KV_BYTES, provision
+from twinfer.core.memory_parts import CPU_KV_BYTES
+from twinfer.core.provision import place, provision
 from twinfer.core.registry import default_registry
 from twinfer.core.setup import Setup
 
@@ -58,6 +59,28 @@ def test_a_cpu_keeps_most_of_its_memory_for_others_unless_told() -> None:
     assert decide("h100-sxm").kv_pool_bytes > 40e9
 
 
+def test_a_cpus_pool_is_one_decision_for_every_question() -> None:
+    registry, cpu = default_registry(), load_device("cpu").model_copy(update={"visible_bytes": 64 * 2**30})
+    spec, config = resolve_spec("llama-3.1-8b"), EngineConfig(model="llama-3.1-8b", device="cpu")
+    budget = place(config, spec, registry, cpu, world="simulator").budget()
+    for world in ("engine", "simulator"):
+        setup = provision(config, spec, registry, cpu, world=world)
+        assert setup.limits.num_blocks == budget.num_blocks == eval(budget.equation) == CPU_KV_BYTES // (16 * 2**18)
+        assert setup.limits.max_model_len == budget.max_model_len == budget.kv_tokens == 16384
+    long = config.model_copy(update={"max_model_len": 65536})
+    with pytest.raises(ConfigError, match=r"at most 4.00 GiB on a CPU.*--num-kv-blocks 4096 \(then 65536 tokens fit\)"):
+        provision(long, spec, registry, cpu, world="engine")
+    told = long.model_copy(update={"num_kv_blocks": 4096})
+    assert provision(told, spec, registry, cpu, world="engine").limits.max_model_len == 65536
+
+
+def test_what_drafts_shares_the_pool_of_a_cpu() -> None:
+    cpu = load_device("cpu").model_copy(update={"visible_bytes": 64 * 2**30})
+    config = EngineConfig(model="smollm2-135m", speculator=Choice(name="draft", options={"model": "smollm2-135m"}))
+    setup = provision(config, resolve_spec("smollm2-135m"), default_registry(), cpu, world="simulator")
+    assert setup.limits.num_blocks == decide("cpu").limits.num_blocks // 2
+
+
 def test_a_quantizer_decides_the_kv_format() -> None:
     setup = decide("h100-sxm", quantizer="kv-int8")
     assert setup.config.kv_dtype == "int8"
@@ -70,8 +93,8 @@ def test_a_quantizer_decides_the_kv_format() -> None:
         ({"num_kv_blocks": 3, "max_model_len": 512}, "--num-kv-blocks"),
         ({"kv_memory_bytes": 10**6, "max_model_len": 512}, "--kv-memory-bytes"),
         ({"max_model_len": 9000}, "--max-model-len"),
-        ({"dtype": "int3"}, "dtype"),
-        ({"kv_dtype": "nope"}, "kv_dtype"),
+        ({"dtype": "int3"}, "--dtype"),
+        ({"kv_dtype": "nope"}, "--kv-dtype"),
     ],
     ids=str,
 )

@@ -78,7 +78,7 @@ def test_the_page_shows_what_the_command_line_says(page, tmp_path, registry):
     answer = memory_answer(
         Session(), model="llama-3.1-8b", context=4096, batch=1, dtype="auto", kv_dtype="auto", attention=None, quant=None,
         kv_cache="paged", device="h100-sxm", layout=(1, 1, 1, 1, 1), memory_fraction=0.9, max_num_batched_tokens=512,
-        max_num_seqs=64, typical={},
+        max_num_seqs=64, num_kv_blocks=None, typical={},
     )  # fmt: skip
     shown = {metric.label: metric.value for metric in at.metric}
     assert f"{answer['num_blocks']:,} blocks hold {answer['kv_tokens']:,} tokens" in texts(at)
