@@ -113,6 +113,10 @@ def compare(
     store = RunStore(scenario.runs_dir)
     unsaved: RunStoreError | None = None
     if list_runs:
+        asked = {"REAL": real, "PREDICTED": predicted, **_asked(scenario)}
+        for option, value in asked.items():
+            if value is not None:
+                raise ConfigError(option, value, "--list shows the stored runs and makes none", "give one of the two")
         _list(store, scenario.as_json)
         return
     if real is not None:
@@ -120,18 +124,8 @@ def compare(
             raise ConfigError(
                 "PREDICTED", None, "one run cannot be compared", "give two runs, or --model for making both"
             )
-        more = [k for k, v in scenario.given.items() if k not in _OF_STORED and v not in (None, [], False, "")]
-        if more:
-            option = "--" + more[0].replace("_", "-")
-            raise ConfigError(
-                option, scenario.given[more[0]], "stored runs are compared as they are", "leave it out, or the two runs"
-            )
-        for kind, options in scenario.technique_options.items():
-            for name, value in options.items():
-                raise ConfigError(
-                    f"--{kind}.{name}".replace("_", "-"), value, "stored runs are compared as they are",
-                    "leave it out, or the two runs",
-                )  # fmt: skip
+        for option, value in _asked(scenario).items():
+            raise ConfigError(option, value, "stored runs are compared as they are", "leave it out, or the two runs")
         measured = store.load(real, "engine")
         records = [
             measured,
@@ -156,6 +150,13 @@ def compare(
         _print_comparison(joined)
     if unsaved is not None:
         raise unsaved
+
+
+def _asked(scenario: Scenario) -> dict[str, Any]:
+    """Options that say how a run is made, with their values."""
+    given = {k: v for k, v in scenario.given.items() if k not in _OF_STORED and v not in (None, [], False, "")}
+    given |= {f"{kind}.{k}": v for kind, options in scenario.technique_options.items() for k, v in options.items()}
+    return {"--" + name.replace("_", "-"): value for name, value in given.items()}
 
 
 def _print_comparison(joined: Comparison) -> None:

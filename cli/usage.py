@@ -43,8 +43,8 @@ def message_of(error: Any) -> str:
 
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     param = getattr(error, "param", None)
-    if param is None:
-        return text
+    if param is None or type(error).__name__ == "MissingParameter":
+        return _of_usage(error, text)
     if isinstance(error.__cause__, ValidationError):
         wrong = first_mistake(error.__cause__)
         return str(ConfigError(_longest(param), wrong.value, wrong.problem, wrong.fix))
@@ -53,6 +53,22 @@ def message_of(error: Any) -> str:
         return text
     kind = "whole number" if found[2] == "integer" else "number"
     return str(ConfigError(_longest(param), found[1], f"is no {kind}", f"give a {kind}"))
+
+
+def _of_usage(error: Any, text: str) -> str:
+    """What is wrong with the words themselves, and what would work. Errors are told by name: typer keeps them private."""
+    kind, context = type(error).__name__, getattr(error, "ctx", None)
+    listed = f"`{context.command_path} --help` lists what there is" if context is not None else "see --help"
+    if kind == "NoSuchOption":
+        close = " or ".join(sorted(getattr(error, "possibilities", None) or ()))
+        return f"{error.option_name}: is no option; " + (f"did you mean {close}?" if close else listed)
+    if kind == "MissingParameter" and error.param is not None:
+        return f"{_longest(error.param)}: is missing; give it ({listed})"
+    if kind == "BadOptionUsage" and "requires" in text:
+        return f"{error.option_name}: has no value; give one"
+    if kind == "UsageError" and text.startswith(("Got unexpected", "No such command")):
+        return f"{text.rstrip('.')}; {listed}"
+    return text
 
 
 def _harmless(param: Any) -> bool:

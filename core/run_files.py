@@ -60,7 +60,8 @@ def write_run(folder: Path, record: RunRecord) -> None:
 def read_run(folder: Path) -> RunRecord:
     """The record that `write_run` wrote into `folder`."""
     head = read_head(folder)
-    head["intervals"] = {k: (v[0], v[1]) for k, v in head.get("intervals", {}).items()}
+    bands = head.get("intervals", {})
+    head["intervals"] = {k: tuple(float(end) if isinstance(end, str) else end for end in v) for k, v in bands.items()}
     steps = _read_rows(folder / "steps.parquet", StepRecord)
     requests = _read_rows(folder / "requests.parquet", RequestRecord)
     return RunRecord(**head, steps=steps, requests=requests)
@@ -92,16 +93,21 @@ def read_head(folder: Path) -> dict[str, Any]:
                 )
     for name, value in head.get("metrics", {}).items():
         for part in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(part, bool) or (isinstance(part, str) and part not in ("inf", "-inf")):
+            if isinstance(part, bool | str) and not _is_number(part):
                 raise RunStoreError(
                     f"{path}: metrics: {name}={part!r} is no number; the run is damaged, delete or restore it"
                 )
     for name, band in head.get("intervals", {}).items():
-        if not isinstance(band, list) or len(band) != 2:
+        if not isinstance(band, list) or len(band) != 2 or not all(_is_number(end) for end in band):
             raise RunStoreError(
-                f"{path}: intervals: {name}={band!r} is no pair; the run is damaged, delete or restore it"
+                f"{path}: intervals: {name}={band!r} is no pair of numbers; the run is damaged, delete or restore it"
             )
     return {k: v for k, v in head.items() if k in _HEAD_FIELDS}
+
+
+def _is_number(value: Any) -> bool:
+    """As `plain` writes one."""
+    return value in ("inf", "-inf") if isinstance(value, str) else type(value) in (int, float)
 
 
 def _arrow_schema(cls: type[Any]) -> Any:

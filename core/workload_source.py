@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError, PluginError
 from twinfer.core.guard import Blaming, is_amount, unusable
+from twinfer.core.params import is_finite
 from twinfer.core.vision import Image
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _mistake(draft: Draft) -> tuple[object, str] | None:
         return draft.output_len, "a whole number of tokens, at least 1, as output_len of a Draft"
     if type(draft.shared) is not int or draft.shared < 0:
         return draft.shared, "a whole number of tokens as shared of a Draft"
-    if draft.arrival is not None and not is_amount(draft.arrival, -inf):
+    if draft.arrival is not None and not is_finite(draft.arrival):
         return draft.arrival, "a time in s or None as arrival of a Draft"
     if draft.temperature is not None and not is_amount(draft.temperature):
         return draft.temperature, "a number, at least 0, or None as temperature of a Draft"

@@ -99,8 +99,11 @@ class StoredRun(PoissonArrivals):
                 break
             if row.index:  # another sample of a request
                 continue
-            prompt = _tokens(setting.first + len(drafts), workload.seed, row.num_prompt_tokens, setting.vocab_size)
-            drafts.append(Draft(prompt, max(1, row.num_output_tokens), row.arrival))
+            where = f"request {row.request_id}"
+            num_in = _count(workload, where, "num_prompt_tokens", row.num_prompt_tokens)
+            num_out = _count(workload, where, "num_output_tokens", row.num_output_tokens)
+            prompt = _tokens(setting.first + len(drafts), workload.seed, num_in, setting.vocab_size)
+            drafts.append(Draft(prompt, num_out, row.arrival))
         return _nonempty(workload, drafts)
 
 

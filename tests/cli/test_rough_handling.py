@@ -92,6 +92,21 @@ def test_stored_runs_are_compared_without_a_scenario(cli: Callable) -> None:
     cli("compare", "a", "b", "--model", "llama-3.1-8b").is_error("--model", "stored runs")
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("simulate", "--devic", "l4"), ("--devic: is no option", "did you mean", "--device")),
+        (("simulate", "--foo"), ("--foo: is no option", "`twinfer simulate --help` lists")),
+        (("perplexity",), ("MODEL: is missing", "twinfer perplexity --help")), (("simulate", "--model"), ("--model: has no value",)),
+        (("simulate", "extra"), ("(extra)", "twinfer simulate --help")), (("plugins", "nope"), ("'nope'", "twinfer plugins --help")),
+        (("compare", "--list", "--rate", "3"), ("--rate=3", "--list shows")), (("compare", "a", "b", "--list"), ("REAL='a'", "--list shows")),
+        (("compare", "--list", "--kv-cache.block-size", "8"), ("--kv-cache.block-size=8", "--list shows")),
+    ],
+)  # fmt: skip
+def test_words_that_are_none_say_what_there_is(cli: Callable, args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    cli(*args).is_error(*words)
+
+
 def test_the_dashboard_refuses_what_it_cannot_show(cli: Callable, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cli("dashboard", "--page", "nope").is_error("--page", "compare")

@@ -217,6 +217,16 @@ def test_metrics_that_are_no_numbers_are_damage(store: RunStore) -> None:
             store.load("run-1")
 
 
+def test_bands_that_are_no_numbers_are_damage(store: RunStore) -> None:
+    path = store.save(make_record()) / "record.json"
+    head = json.loads(path.read_text())
+    path.write_text(json.dumps(head | {"intervals": {"duration": [1, "inf"]}}))
+    assert store.load("run-1").intervals == {"duration": (1, math.inf)}
+    path.write_text(json.dumps(head | {"intervals": {"duration": [None, 1]}}))
+    with pytest.raises(RunStoreError, match="is no pair of numbers; the run is damaged"):
+        store.load("run-1")
+
+
 def test_a_damaged_run_does_not_hide_the_others(store: RunStore) -> None:
     store.save(make_record("good"))
     (store.save(make_record("bad")) / "record.json").write_text("{")
