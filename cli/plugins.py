@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,20 @@ plugins = typer.Typer(
 
     twinfer plugins new my-scheduler
 
+    twinfer plugins new my-router --kind router
+
     twinfer -p my_scheduler plugins check my-scheduler
     """,
 )
+NEW: Mapping[str, tuple[str, str, str, str]] = {
+    "scheduler": ("a scheduler", "chunk_size", "3", "--scheduler {}"),
+    "kv_cache": ("a KV cache", "block_size", "4", "--kv-cache {}"),
+    "router": ("a router", "cached_weight", "0.5", "--replicas 2 --router {}"),
+    "attention": ("an attention variant", "window", "16", "--attention {}"),
+    "quantizer": ("a quantizer", "bits", "8", "--quant {}"),
+    "op_time_model": ("an op-time model", "efficiency", "0.5", "--op-time {} --op-time roofline"),
+}
+"""Kinds that `new` has a skeleton of (`templates/KIND.py.tmpl`): in words, an option of it, a value of that, flags to use it."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -91,14 +103,15 @@ def describe(item: Any) -> dict[str, Any]:
 def new(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(help="Of the plugin: lower-case words joined by '-'.")],
+    kind: Annotated[str, typer.Option(help=f"What it is: {', '.join(NEW)}.")] = "scheduler",
     directory: Annotated[Path, typer.Option("--dir", help="Where its folder is made.")] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """Write a working plugin package: a scheduler in one file, its pyproject.toml, its test, a README.
+    """Write a working plugin package: a technique in one file, its pyproject.toml, its test, a README.
 
     Example: twinfer plugins new my-scheduler && cd my-scheduler && pytest
     """
-    files = write_plugin(name, directory)
+    files = write_plugin(name, directory, kind.replace("-", "_"))
     if as_json:
         show.print_json({"name": name, "files": [str(f) for f in files]})
         return
@@ -108,12 +121,17 @@ def new(
     print(f"next: cd {files[0].parent} && pytest; then edit {module}.py; `twinfer -p {module} plugins check {name}`")
 
 
-def write_plugin(name: str, directory: Path) -> list[Path]:
-    """The files of a new plugin in `directory/name`, which must not exist. Raises ConfigError."""
+def write_plugin(name: str, directory: Path, kind: str = "scheduler") -> list[Path]:
+    """The files of a new plugin of `kind` in `directory/name`, which must not exist. Raises ConfigError."""
     from string import Template
 
     from twinfer.core.errors import ConfigError
+    from twinfer.plugins.conformance import KITS
 
+    if kind not in NEW:
+        raise ConfigError(
+            "--kind", kind, "there is nothing to begin such a plugin from", f"use one of {', '.join(NEW)}"
+        )
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(module):
         raise ConfigError(
@@ -122,11 +140,15 @@ def write_plugin(name: str, directory: Path) -> list[Path]:
     folder = directory / name
     if folder.exists():
         raise ConfigError("NAME", name, f"{folder} exists", "choose another name or --dir")
-    words = {"NAME": name, "MODULE": module, "CLASS": "".join(part.capitalize() for part in name.split("-"))}
+    what, option, value, flags = NEW[kind]
+    words = {
+        "NAME": name, "MODULE": module, "CLASS": "".join(part.capitalize() for part in name.split("-")), "WHAT": what,
+        "KIT": KITS[kind].__name__, "OPTION": option, "VALUE": value, "FLAGS": flags.format(f"{name}:{option}={value}"),
+    }  # fmt: skip
     written = []
     try:
         folder.mkdir(parents=True)
-        for template, target in (("plugin.py", f"{module}.py"), ("pyproject.toml", "pyproject.toml"),
+        for template, target in ((f"{kind}.py", f"{module}.py"), ("pyproject.toml", "pyproject.toml"),
                                  ("test_plugin.py", f"test_{module}.py"), ("README.md", "README.md")):  # fmt: skip
             text = (Path(__file__).parent / "templates" / f"{template}.tmpl").read_text(encoding="utf-8")
             path = folder / target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from twinfer.cli.plugins import NEW
+from twinfer.plugins.conformance import KITS
 
 
 def test_list_describes_every_technique(cli: Callable) -> None:
@@ -42,12 +46,12 @@ def test_new_does_not_overwrite(cli: Callable, tmp_path: Path) -> None:
     cli("plugins", "new", "other", "--dir", tmp_path / "file").is_error("--dir")
 
 
-def test_a_new_plugin_works_as_written(cli: Callable, tmp_path: Path) -> None:
-    written = cli("plugins", "new", "my-scheduler", "--dir", tmp_path, "--json").json["files"]
-    folder = tmp_path / "my-scheduler"
-    names = ["README.md", "my_scheduler.py", "pyproject.toml", "test_my_scheduler.py"]
-    assert sorted(Path(f).name for f in written) == names
-    # its own tests, as its author would run them
+@pytest.mark.parametrize("kind", NEW)
+def test_a_new_plugin_works_as_written(cli: Callable, tmp_path: Path, kind: str) -> None:
+    written = cli("plugins", "new", "my-own", "--kind", kind, "--dir", tmp_path, "--json").json["files"]
+    folder = tmp_path / "my-own"
+    assert sorted(Path(f).name for f in written) == ["README.md", "my_own.py", "pyproject.toml", "test_my_own.py"]
+    # its own tests, as its author would run them: the kit twice, with and without an option, and a prediction
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         cwd=folder, capture_output=True, text=True, timeout=300,
@@ -55,21 +59,28 @@ def test_a_new_plugin_works_as_written(cli: Callable, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout and "skipped" not in done.stdout
     # and the commands its README shows, from its folder, without installing it
-    script = [sys.executable, "-m", "twinfer.cli.main", "-p", "my_scheduler", "plugins"]
-    done = subprocess.run([*script, "check", "my-scheduler"], cwd=folder, capture_output=True, text=True, timeout=300)
+    script = [sys.executable, "-m", "twinfer.cli.main", "-p", "my_own", "plugins"]
+    done = subprocess.run([*script, "check", "my-own"], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
-    done = subprocess.run(
-        script, cwd=folder, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "160"}
-    )
-    assert "my-scheduler" in done.stdout and "chunk_size=512" in done.stdout
+    assert "no further kit" not in done.stderr
+    done = subprocess.run([*script, "--json"], cwd=folder, capture_output=True, text=True, timeout=300)
+    [row] = [row for row in json.loads(done.stdout)["techniques"] if row["name"] == "my-own"]
+    assert row["kind"] == kind and row["options"][0]["description"]
 
 
-def test_a_new_plugin_is_clean(tmp_path: Path, cli: Callable) -> None:
-    cli("plugins", "new", "my-scheduler", "--dir", tmp_path)
+@pytest.mark.parametrize("kind", NEW)
+def test_a_new_plugin_is_clean(tmp_path: Path, cli: Callable, kind: str) -> None:
+    cli("plugins", "new", "my-own", "--kind", kind.replace("_", "-"), "--dir", tmp_path)
     ruff = Path(sys.executable).with_name("ruff")
     command = [ruff, "check", "--isolated", "--line-length=120", "--select=E,F,UP,B,SIM", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_every_kind_with_a_kit_can_be_begun_and_no_other(cli: Callable, tmp_path: Path) -> None:
+    assert set(NEW) == set(KITS)
+    cli("plugins", "new", "mine", "--kind", "device", "--dir", tmp_path).is_error("--kind", "device", "router")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["continuous:chunk_size=3", "static", "paged:block_size=4", "contiguous"])
@@ -109,7 +120,5 @@ def test_broken_installed_plugins_are_told_and_the_rest_goes_on(cli: Callable, t
         [sys.executable, "-m", "twinfer.cli.main", "plugins", "--json"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
-    import json
-
     answer = json.loads(done.stdout)
     assert "nothing_like_this" in answer["broken"]["broken"] and len(answer["techniques"]) > 5
