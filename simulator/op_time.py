@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 from twinfer.core.config import Choice
 from twinfer.core.errors import ConfigError
 from twinfer.core.guard import Blaming, unusable
-from twinfer.core.op_time import OpTime, OpTimeModel, host_op
+from twinfer.core.op_time import OpTime, OpTimeModel, host_op, host_op_of
 from twinfer.core.work import Op
 from twinfer.plugins.op_time.calibrated import calibration_of
+from twinfer.plugins.op_time.roofline import Roofline
+from twinfer.plugins.op_time.stacks import Stack
 
 if TYPE_CHECKING:
+    from twinfer.core.config import EngineConfig
     from twinfer.core.device import DeviceSpec
     from twinfer.core.registry import Registry
     from twinfer.core.spec import ModelSpec
@@ -67,6 +70,10 @@ class OpTimeChain:
             "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",
             "add roofline, or give the device file the missing numbers",
         )  # fmt: skip
+
+    def answering(self, op: Op) -> str:
+        """The model that answers, by name; empty when none does."""
+        return next((model.name for model in self.models if self._answer(model, op) is not None), "")
 
     def _answer(self, model: OpTimeModel, op: Op) -> OpTime | None:
         with Blaming("op_time_model", model, "time"):
@@ -127,4 +134,23 @@ def build_chain(
     return OpTimeChain(models, device, model)
 
 
-__all__ = ["DEFAULT_MODELS", "OpTime", "OpTimeChain", "OpTimeModel", "build_chain", "host_op"]
+def host_words(config: EngineConfig, device: DeviceSpec, chain: OpTimeChain) -> str:
+    """What the CPU's part of a step on a GPU is taken to be, where that rests on the device file alone; else empty.
+
+    Engines differ more in it than GPUs differ from their files, so it has to be said (docs/fidelity.md has the figures).
+    """
+    if device.kind != "gpu" or device.calibration or not device.efficiency or config.max_outstanding > 1:
+        return ""
+    rows = min(64, config.max_num_seqs)
+    op, stack = host_op_of(rows, rows, rows), Stack()
+    if chain.answering(op) != Roofline.name:
+        return ""
+    answer = chain.time(op)
+    return (
+        f"a step of {rows} rows waits {answer.seconds * 1e3:.2g} ms for the CPU, as in a lean engine; a stack that plans and "
+        f"prepares each step after the last takes about {(stack.host_step + stack.host_row * rows) * 1e3:.2g} ms "
+        "(--op-time-model silicon --op-time-model roofline), one that overlaps them none (--max-outstanding 2)"
+    )
+
+
+__all__ = ["DEFAULT_MODELS", "OpTime", "OpTimeChain", "OpTimeModel", "build_chain", "host_op", "host_words"]

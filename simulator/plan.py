@@ -17,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry, default_registry
+from twinfer.simulator.op_time import build_chain, host_words
 from twinfer.simulator.plan_answer import Answer, Fleet, fleet_of, front_of, price_rank, ranked, sentence_of
 from twinfer.simulator.plan_bound import demand_of
 from twinfer.simulator.plan_changes import cases_of, changes_of
@@ -126,6 +128,8 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
         done = not drive.stopped
         known = [point for key, point in sorted(result.points.items()) if key in drive.asked]
         answer.cheaper = cheaper_fleets(best, found, evaluator.designs, evaluator.devices, known, question.goals)
+    if fleets and (words := _host_words(fleets[0], evaluator)):
+        answer.notes.append(words)
     unpriced = [f.device for f in fleets if f.cost_per_hour is None]
     if unpriced:
         answer.notes.append(
@@ -135,6 +139,11 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
     if done:  # a resumed file is then the one of a search that was never stopped
         result.points = {key: point for key, point in result.points.items() if key in drive.asked}
     result.answer, result.complete = answer, done
+
+
+def _host_words(fleet: Fleet, evaluator: Evaluator) -> str:
+    config, device = EngineConfig.model_validate(fleet.config), evaluator.devices[fleet.device]
+    return host_words(config, device, build_chain(config.op_time, device, evaluator.registry))
 
 
 def _seen(found: Found) -> int:

@@ -46,7 +46,7 @@ from twinfer.simulator.encoding import encoding_of
 from twinfer.simulator.executor import CostExecutor
 from twinfer.simulator.garbage import collected_rarely
 from twinfer.simulator.machine import differences
-from twinfer.simulator.op_time import OpTimeChain, build_chain
+from twinfer.simulator.op_time import OpTimeChain, build_chain, host_words
 from twinfer.simulator.pipeline import timer_of
 from twinfer.simulator.recorded_passes import RecordedPasses, warm_shape
 from twinfer.simulator.speculate import Speculation, break_even_batch
@@ -195,6 +195,8 @@ def prepare(
     model, techniques = setup.model, setup.techniques
     device = device.placed(heaviest_rank(model, layout))  # as `provision` did
     chain = build_chain(config.op_time, device, registry, model)
+    if words := host_words(config, device, chain):
+        reasons["host"] = words
     if wrap is not None:
         chain = wrap(chain)
 

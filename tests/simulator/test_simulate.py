@@ -326,3 +326,19 @@ def test_one_request_waits_for_every_stage_of_a_pipeline() -> None:
     workload = Workload(num_requests=1, input_len=20, output_len=5)
     record = simulate(EngineConfig(model="llama-3.1-70b", device="wse-3", pp=4), workload)
     assert record.metrics["tpot"]["mean"] > 141.1e9 / 21e15
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, True),
+        ({"max_outstanding": 2}, False),  # the CPU works beside the device
+        ({"model": "smollm2-135m", "device": "cpu"}, False),
+        ({"device": "l40s", "op_time": ("roofline",)}, True),
+    ],
+)
+def test_the_cpus_part_of_a_gpu_step_is_said_where_it_is_only_assumed(changes: dict[str, Any], said: bool) -> None:
+    config = EngineConfig(**{"model": "llama-3.1-8b", "device": "h100-sxm"} | changes)
+    record = simulate(config, Workload(num_requests=2, input_len=16, output_len=2))
+    assert ("host" in record.reasons) == said
+    assert not said or "a step of 64 rows waits" in record.reasons["host"]
