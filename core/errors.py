@@ -23,16 +23,17 @@ class ConfigError(TwinferError):
     """An option has a value that cannot work.
 
     `option` is the name as the user typed it (`--rate`, `max_num_seqs`), `value` what was given (None: nothing),
-    `fix` what would work.
+    `fix` what would work. They are its `args`: who makes an error of another from its kind and its args (simpy does, and
+    pickle) makes the same one.
     """
 
     def __init__(self, option: str, value: object, problem: str, fix: str) -> None:
         self.option, self.value, self.problem, self.fix = option, value, problem, fix
-        given = "" if value is None else f"={short(value)}"
-        super().__init__(f"{option}{given}: {problem}; {fix}")
+        super().__init__(option, value, problem, fix)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.option, self.value, self.problem, self.fix))
+    def __str__(self) -> str:
+        given = "" if self.value is None else f"={short(self.value)}"
+        return f"{self.option}{given}: {self.problem}; {self.fix}"
 
 
 class DoesNotFit(ConfigError):

@@ -120,3 +120,9 @@ def test_mistakes_are_named(cli: Callable, options: tuple[str, ...], words: tupl
 def test_a_real_run_has_no_fleet(cli: Callable) -> None:
     ran = cli("run", "--model", "smollm2-135m", "--replicas", "2")
     assert ran.code == 2 and "--replicas" in ran.err
+
+
+def test_a_mistake_that_shows_within_a_fleet_is_the_one_of_a_single_engine(cli: Callable) -> None:
+    asked = (*SIM, "--op-time-model", "calibrated", "--no-save")
+    for fleet in ((), ("--replicas", "2"), ("--mtbf", "5")):
+        cli(*asked, *fleet).is_error("--op-time='calibrated'", "no model can time", "add roofline")
