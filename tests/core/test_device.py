@@ -184,6 +184,13 @@ def test_missing_file(missing: str) -> None:
         load_device(missing)
 
 
+def test_a_gpu_counts_what_its_driver_reports() -> None:
+    """GiB that public logs show as the total; makers' GB are less."""
+    assert all(device.visible_bytes for device in all_devices() if device.kind == "gpu")
+    for name, gib in (("b200", 178.35), ("h100-nvl", 93.09), ("h100-sxm", 79.1), ("mi300x", 191.98)):
+        assert load_device(name).usable_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+
+
 def test_visible_memory_falls_back_to_the_makers() -> None:
     assert DeviceSpec.model_validate(GOOD).usable_bytes == 10**10
     assert DeviceSpec.model_validate(GOOD | {"visible_bytes": 9}).usable_bytes == 9
