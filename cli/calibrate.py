@@ -110,7 +110,9 @@ def calibrate(
             f"short runs of the whole engine beside the sum of their steps: {runs}; all times are taken x {done.level:.3f}"
         )
     if done.busy:
-        show.note("the machine was not quiet: bands of predictions are wide; calibrate again when nothing else runs")
+        show.note(
+            "the machine was not quiet: bands of predictions are wide; calibrate again when nothing else runs, or with a smaller OMP_NUM_THREADS"
+        )
 
 
 def _refuse(problem: str, fix: str, **given: Any) -> None:

@@ -90,7 +90,8 @@ def demo(
     show.print_table(demo_table(joined, prompts))
     if calibrated is False:
         print(
-            "this machine is not calibrated: these errors are those of a generic CPU; run `twinfer calibrate` when it is quiet"
+            "this machine is not calibrated: these errors are those of a generic CPU; run `twinfer calibrate` when it is quiet, "
+            "or everything with OMP_NUM_THREADS=1"
         )
     print(f"saved in {store.root}; `twinfer compare --list` shows the runs")
     if headless:

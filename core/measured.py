@@ -19,6 +19,12 @@ from typing import Any
 from twinfer.core.work import StepShape
 
 
+def remedy(threads: int) -> str:
+    """What helps where a machine is too busy to be measured, `threads` being the engine's."""
+    fewer = f", or set OMP_NUM_THREADS={max(1, threads // 2)}: threads wait for one whose core another program has"
+    return "close other programs" + (fewer if threads > 1 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds of one run, their relative standard deviation, and how many repeats they stand for."""

@@ -22,7 +22,7 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.device import DeviceSpec, calibrated_path, load_device, read_device, write_device
 from twinfer.core.errors import ConfigError
 from twinfer.core.guard import adapted_ops
-from twinfer.core.measured import Measured
+from twinfer.core.measured import Measured, remedy
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.setup import adapt_model
 from twinfer.core.spec import ModelSpec
@@ -96,7 +96,7 @@ def calibrate(
     if found.drift > MAX_DRIFT:
         raise ConfigError(
             "calibrate", model, f"the machine's speed varied by {found.drift:.0%} between rounds",
-            "close other programs and calibrate again",
+            f"{remedy(found.fingerprint.get('threads', 1))}; then calibrate again",
         )  # fmt: skip
     spec, ops_of = adapted(config.model_copy(update={"dtype": found.dtype}), registry)
     path = calibrated_path(root)

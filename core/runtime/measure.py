@@ -25,7 +25,7 @@ from twinfer.core.config import Choice, EngineConfig
 from twinfer.core.dtypes import canonical_dtype
 from twinfer.core.errors import ConfigError, ModelError, TwinferError
 from twinfer.core.host import cpu_name, packed_products
-from twinfer.core.measured import GemmTiming, Measured, Timing, quantile
+from twinfer.core.measured import GemmTiming, Measured, Timing, quantile, remedy
 from twinfer.core.registry import Registry, default_registry
 from twinfer.core.runtime.loading import Engine, load_engine
 from twinfer.core.runtime.measure_products import GemmJob, copy_bandwidth, grid_of
@@ -33,6 +33,7 @@ from twinfer.core.runtime.measure_runs import RUNS, Served, served
 from twinfer.core.runtime.measure_steps import BLOCK, Bench, StepJob, designs_of, drift_of
 
 _MORE = 1.3  # of the time of the first round: that of all that has to be, where the first took all the time
+_PATIENCE = 4  # budgets that timing everything once may take
 _ROUNDS = 3  # of what is cheap, at least: one visit says nothing about the machine's other moments
 
 OnProgress = Callable[[float, str], None]
@@ -57,7 +58,7 @@ def measure(
     """Time `model` in one format on this machine within about `budget_s` seconds (loading included), sooner after
     `max_rounds` rounds, later where not everything has been timed once, and what is cheap three times, by then.
 
-    Raises ConfigError for a budget too small to time everything once and for a format that the engine refuses,
+    Raises ConfigError for a budget too small to time everything once, as soon as that is foreseen, and for a format that the engine refuses,
     ModelError when the model has no weights here, MeasurementStopped when `should_stop` answers True.
     """
     begin = time.perf_counter()
@@ -88,6 +89,7 @@ def measure(
         copies: list[float] = []
         rounds = 0
         start, whole, done, weight = time.perf_counter(), budget_s, 0, sum(job.weight for job in jobs)
+        once = 0.0  # seconds until everything will have been timed once, when that is known
         share = budget_s / 120  # of the time, for one job over all rounds, before it is skipped
         while rounds < max_rounds and (rounds < _ROUNDS or time.perf_counter() < deadline):
             again = rounds == 2 and deadline - time.perf_counter() > 0.3 * budget_s  # the runs, when there is time
@@ -99,10 +101,10 @@ def measure(
                     run = served(engine, spread[at], registry, check)
                     runs.append((run, quantile(sorted(before + bench.reference.time(3)), 0.5)))
                 left = deadline - time.perf_counter()
-                if not rounds and left < -3 * budget_s:
+                if not rounds and max(once, budget_s - left) > _PATIENCE * budget_s:
                     raise ConfigError(
                         "--budget", budget_s, "this machine is too busy or too slow to time every step once",
-                        "close other programs, or give a longer budget",
+                        f"{remedy(torch.get_num_threads())}; or give a longer budget",
                     )  # fmt: skip
                 cheap = job.seconds * rounds <= share
                 needed = rounds == 0 or (rounds < _ROUNDS and cheap)
@@ -111,8 +113,10 @@ def measure(
                 job.run()
                 if not rounds:  # how long it all takes on this machine shows while everything is timed once
                     done += job.weight
-                    now = time.perf_counter()
-                    whole = max(budget_s, start - begin + _MORE * (now - start) * weight / done)
+                    took = (time.perf_counter() - start) * weight / done
+                    whole = max(budget_s, start - begin + _MORE * took)
+                    if done > weight / 4:  # the first few say little about the rest
+                        once = start - begin + took
                 fraction = (time.perf_counter() - begin) / whole
                 report(min(0.99, max(0.05, fraction)), f"round {rounds + 1}: {job.label}")
             copies.append(copy_bandwidth())

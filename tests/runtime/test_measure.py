@@ -85,6 +85,26 @@ def test_a_budget_that_loading_used_up_still_gives_one_round(
     assert len(found.steps) > 20 and all(step.total.seconds > 0 for step in found.steps) and found.runs
 
 
+def test_what_cannot_end_in_time_is_given_up_when_that_shows(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinfer.core.runtime import measure as module
+
+    now, done = [0.0], []
+
+    def run(job: Any) -> None:
+        done.append(job.label)
+        now[0] += 2.0
+
+    monkeypatch.setattr(module.StepJob, "run", run)
+    monkeypatch.setattr(module.GemmJob, "run", run)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
+    with pytest.raises(ConfigError, match=r"too busy or too slow.*OMP_NUM_THREADS=1"):
+        module.measure(str(tiny_llama_dir), budget_s=20, registry=REGISTRY)
+    assert now[0] < 3 * 20 < 4 * 20 < 2 * len(module.designs_of(2048)), "not when the time is up"
+
+
 def test_a_format_is_measured_on_its_own_kernels(tiny_llama_dir: Path) -> None:
     """The packed products run, recorded passes too, and every op that is not inside another has a time."""
     from twinfer.core.runtime.measure import measure
