@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from twinfer.core.guard import whole
 from twinfer.core.params import SamplingParams
 from twinfer.core.policy import Limits
 from twinfer.core.request import Request
@@ -37,16 +38,14 @@ class KVCacheKit(PlayedKit):
         for flag in ("shares_prefixes", "copies_on_write"):
             require(isinstance(getattr(cache, flag, None), bool), f"{cache.name}: {flag} must be True or False")
         for limits in self.limits():
-            size = cache.block_size(limits)
-            require(isinstance(size, int) and size >= 1, f"{cache.name}: block_size gave {size!r}; give at least 1")
+            size = whole("kv_cache", cache, "block_size", 1, limits)
             require(size == cache.block_size(limits), f"{cache.name}: block_size differs from call to call")
-            room = cache.headroom(limits)
-            require(0 <= room < limits.num_blocks, f"{cache.name}: headroom {room} of {limits.num_blocks} blocks")
+            room = whole("kv_cache", cache, "headroom", 0, limits)
+            require(room < limits.num_blocks, f"{cache.name}: headroom {room} of {limits.num_blocks} blocks")
             last = 0
             for num in (1, 2, 15, 16, 17, 99, 100, 4095, 4096):
                 if num <= limits.max_model_len:
-                    reserved = cache.reserve(num, limits)
-                    require(reserved >= num, f"{cache.name}: reserve({num}) gave {reserved}; give at least {num}")
+                    reserved = whole("kv_cache", cache, "reserve", num, num, limits)
                     exact = reserved == num or not getattr(cache, "frees_windows", False)
                     require(exact, f"{cache.name}: frees windows, so reserve({num}) must not ask for {reserved}")
                     require(reserved >= last, f"{cache.name}: reserve({num}) is less than for fewer tokens")

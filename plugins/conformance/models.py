@@ -8,7 +8,7 @@ from math import inf
 
 from twinfer.core.catalog import resolve_spec
 from twinfer.core.device import load_device
-from twinfer.core.guard import adapted_model, adapted_ops, reasons_against
+from twinfer.core.guard import Blaming, adapted_model, adapted_ops, reasons_against
 from twinfer.core.op_time import OpTime, host_op
 from twinfer.core.spec import ModelSpec
 from twinfer.core.technique import Needs
@@ -56,8 +56,9 @@ class OpTimeKit(Kit):
         for spec in map(resolve_spec, MODELS):
             for shape in SHAPES:
                 for op in (*step_ops(spec, shape), host_op(shape)):
-                    time = model.time(op, device)
                     what = f"{name}: {op.name} of {spec.name}"
+                    with Blaming("op_time_model", model, "time"):
+                        time = model.time(op, device)
                     require(time is None or isinstance(time, OpTime), f"{what} gave {time!r}; give an OpTime, or None")
                     require(time == model.time(op, device), f"{what} takes another time when asked again")
                     fine = time is None or (0 <= time.seconds < inf and 0 <= time.sigma < inf)

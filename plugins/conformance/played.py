@@ -83,10 +83,11 @@ class Traffic:
 
 @dataclass(slots=True)
 class Played:
-    """What came of a script: plans as text, and how each sample ended."""
+    """What came of a script: plans as text, how each sample ended, and why where the core says so."""
 
     plans: list[str]
     endings: dict[tuple[str, int], str]
+    details: dict[tuple[str, int], str]
 
 
 class Player:
@@ -96,7 +97,7 @@ class Player:
         self.traffic, self.scheduler, self.where = traffic, scheduler, f"{where}, seed {traffic.seed}"
         self.core = Core(scheduler, kv_cache, traffic.limits)
         self.now = 0.0
-        self.played = Played([], {})
+        self.played = Played([], {}, {})
         self.checks_policy = False
 
     def play(self) -> Played:
@@ -148,8 +149,10 @@ class Player:
         for output in self.core.outputs():
             if isinstance(output, Finished):
                 self.played.endings[output.request_id, output.index] = output.reason
+                self.played.details[output.request_id, output.index] = output.detail
             elif isinstance(output, Rejected):
                 self.played.endings[output.request_id, 0] = "rejected"
+                self.played.details[output.request_id, 0] = output.why
 
     def _check_policy(self) -> None:
         """Ask twice, compare, and see that nothing but the answer came of it."""

@@ -6,7 +6,10 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from twinfer.core.errors import short
+from twinfer.core.guard import Blaming
 from twinfer.core.request import Request
 from twinfer.plugins.conformance.kit import Kit, require
 
@@ -30,6 +33,12 @@ class ReplicaFacts:
 
     def cached_tokens(self, request: Request) -> int:
         return self.cached.get(request.id, 0)
+
+
+def asked(router: Any, request: Request, replicas: list[ReplicaFacts]) -> Any:
+    """What it picks; what it raises is told as a run would."""
+    with Blaming("router", router, "pick"):
+        return router.pick(request, replicas)
 
 
 class RouterKit(Kit):
@@ -56,9 +65,9 @@ class RouterKit(Kit):
         for seed, requests, replicas in self.fleets():
             router = self.build()
             for request in requests:
-                picked = router.pick(request, replicas)
-                known = [r.index for r in replicas]
-                require(picked in known, f"{name}, seed {seed}: picked {picked!r}, the views are {known}")
+                picked, known = asked(router, request, replicas), [r.index for r in replicas]
+                wanted = f"give the index of one of the views, {known}"
+                require(picked in known, f"{name}, seed {seed}: pick gave {short(picked)}; {wanted}")
 
     def test_answers_are_a_pure_function_of_the_views(self) -> None:
         """Asked twice, asked by another instance, asked about others in between: always the same."""
@@ -66,9 +75,9 @@ class RouterKit(Kit):
         for seed, requests, replicas in self.fleets():
             router, twin = self.build(), self.build()
             before = copy.deepcopy(replicas), copy.deepcopy(vars(router))
-            first = [router.pick(request, replicas) for request in requests]
-            again = [router.pick(request, replicas) for request in reversed(requests)][::-1]
-            other = [twin.pick(request, replicas) for request in requests]
+            first = [asked(router, request, replicas) for request in requests]
+            again = [asked(router, request, replicas) for request in reversed(requests)][::-1]
+            other = [asked(twin, request, replicas) for request in requests]
             require(first == again == other, f"{name}, seed {seed}: equal views got different answers")
             require(before[0] == replicas, f"{name}, seed {seed}: the router changed a view")
             require(before[1] == vars(router), f"{name}, seed {seed}: the router keeps state between calls")

@@ -28,12 +28,14 @@ class PlayedKit(Kit):
     def test_every_request_is_served_when_memory_is_ample(self) -> None:
         for seed in self.seeds:
             traffic = self.traffic(seed, tight=False)
-            endings = self.play(seed, tight=False).endings
+            played = self.play(seed, tight=False)
             for request in traffic.requests:
                 for index in range(request.params.num_samples):
-                    reason = endings.get((request.id, index))
+                    reason, why = (found.get((request.id, index), "") for found in (played.endings, played.details))
                     fine = reason == "length" or (reason == "abort" and request.id in traffic.aborts)
-                    require(fine, f"{self.technique.name}, seed {seed}: {request.id}/{index} ended as {reason}")
+                    who = f"{request.id}/{index} (a prompt of {len(request.prompt)}, {request.params.max_tokens} to answer)"
+                    how = f"ended as {reason}: {why or 'no reason is given'}" if reason else "never ended"
+                    require(fine, f"{self.technique.name}, seed {seed}: {who} {how}")
 
     def test_every_request_ends_when_memory_is_short(self) -> None:
         for seed in self.seeds:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from twinfer.core.policy import Defer, Limits, Shortage, View, Want
-from twinfer.core.request import Sequence
+from twinfer.core.request import Request, Sequence
 from twinfer.core.technique import Technique
 from twinfer.plugins.conformance import KVCacheKit, Player, SchedulerKit, Traffic, check
 from twinfer.plugins.kv_cache.contiguous import Contiguous
@@ -161,7 +161,7 @@ def test_the_plain_scheduler_passes() -> None:
 @pytest.mark.parametrize(
     ("technique", "test", "words"),
     [
-        (Lazy, "served_when_memory_is_ample", "ended as capacity"),
+        (Lazy, "served_when_memory_is_ample", "ended as capacity: scheduler 'good' proposed nothing although work is"),
         (Forgetful, "pure_function", "keeps state"),
         (Meddling, "pure_function", "changed a sequence"),
         (Random, "pure_function", "different answers"),
@@ -222,6 +222,52 @@ class LosesIdle(Paged):
 @pytest.mark.parametrize("technique", [Stingy, Blockless, AllHeadroom, Shy, LosesIdle])
 def test_bad_caches_are_found(technique: type[Any]) -> None:
     assert failures("kv_cache", technique)
+
+
+# --- others are told as a run would tell it -----------------------------------------------------------
+
+
+class Nowhere(Technique):
+    name, summary = "nowhere", "Answers with a view instead of its index."
+
+    def pick(self, request: Request, views: Any) -> Any:
+        return views[0]
+
+
+class Misread(Nowhere):
+    def pick(self, request: Request, views: Any) -> Any:
+        return views[0].index if request.prompt_len else None  # type: ignore[attr-defined]
+
+
+class Timeless(Technique):
+    name, summary = "timeless", "Raises."
+
+    def time(self, op: Any, device: Any) -> Any:
+        raise ValueError("no time")
+
+
+class Halved(Paged):
+    def reserve(self, num_tokens: int, limits: Limits) -> Any:
+        return num_tokens / 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "technique", "test", "words"),
+    [
+        ("router", Nowhere, "test_it_picks_one_of_the_views", "give the index of one of the views, "),
+        (
+            "router",
+            Misread,
+            "test_it_picks_one_of_the_views",
+            "router 'nowhere' failed in pick: AttributeError: 'Request'",
+        ),
+        ("op_time_model", Timeless, "test_times_are_times", "'timeless' failed in time: ValueError: no time"),
+        ("kv_cache", Halved, "test_sizes", "KV cache 'paged' failed in reserve: ZeroDivisionError"),
+        ("kv_cache", Stingy, "test_sizes", "KV cache 'paged' gave 0 in reserve; give a whole number, at least 1"),
+    ],
+)
+def test_failures_name_the_method_and_the_remedy(kind: str, technique: type[Any], test: str, words: str) -> None:
+    assert words in failures(kind, technique)[test]
 
 
 # --- the traffic is worth playing ---------------------------------------------------------------------
