@@ -132,6 +132,8 @@ def question_of(
     if op_time:
         base["op_time"] = list(op_time)
         make_config({"model": model, "op_time": tuple(op_time)})
+    if scenario.seed is not None:
+        base["seed"] = scenario.seed  # as of a run: of what is sampled, too
     workload = scenario.workload()
     if workload.num_requests is None and not (workload.trace or workload.prompts or workload.source):
         workload = workload.model_copy(update={"num_requests": _enough(workload, goals)})

@@ -28,6 +28,8 @@ def print_plan(found: Plan, path: Path) -> None:
         if answer.fleets:
             show.print_table(_fleets_table(answer.fleets))
             show.print_table(_promises_table(answer.fleets, goals))
+            if answer.fleets[0].command:
+                print(f"the run behind its times: {answer.fleets[0].command}\n")
         if answer.changed:
             table = show.new_table("if something is different (the design stays)", "", "replicas", "US$/h", "")
             table.columns[3].justify = "left"

@@ -24,6 +24,7 @@ from twinfer.simulator.op_time import build_chain, host_words
 from twinfer.simulator.plan_answer import Answer, Fleet, fleet_of, front_of, price_rank, ranked, sentence_of
 from twinfer.simulator.plan_bound import demand_of
 from twinfer.simulator.plan_changes import cases_of, changes_of
+from twinfer.simulator.plan_command import command_of
 from twinfer.simulator.plan_designs import sorted_by_device
 from twinfer.simulator.plan_drive import Drive, OnProgress
 from twinfer.simulator.plan_edge import Search
@@ -161,7 +162,13 @@ def _proved(evaluator: Evaluator, drive: Drive, found: dict[str, Found]) -> tupl
     part = demand_of(evaluator.traffic.part(0))
 
     def told_of(searched: Iterable[Found]) -> list[Fleet]:
-        return ranked(fleet_of(f, question, evaluator.devices[f.device], demand, part) for f in searched)
+        return ranked(
+            replace(
+                fleet_of(f, question, evaluator.devices[f.device], demand, part),
+                command=command_of(f, question, evaluator.traffic),
+            )
+            for f in searched
+        )
 
     def finish(searched: Iterable[Found]) -> dict[str, Search[Any]]:
         return {f.device: finish_device(f, question, evaluator) for f in searched if not f.loads}

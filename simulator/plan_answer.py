@@ -40,7 +40,7 @@ class Fleet:
     Cost and rates are means over all of the traffic; times, `busy`, watts and joules_per_token are of its busiest part.
     cost_per_million: per million output tokens of requests that kept every limit.  goodput: largest rate in
     requests per s at which the promises are kept in every draw (goodput_spread: the least and the most of them); clients:
-    of a closed loop, as many as it then serves.  next_limit: what breaks above it.
+    of a closed loop, as many as it then serves.  next_limit: what breaks above it.  command: what simulates the fleet.
     values: of the draw of the traffic that comes nearest to a limit, spread: of all `seeds` draws, band: with all steps
     faster and slower, least and most of all draws.  backlog: the most of all draws (`plan_tally.BACKLOG`).
     """
@@ -72,6 +72,7 @@ class Fleet:
     joules_per_token: float | None
     next_limit: str
     backlog: float = 0.0
+    command: str = ""
     on_front: bool = False
 
     def plain(self) -> dict[str, Any]:

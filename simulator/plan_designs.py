@@ -143,10 +143,12 @@ def _text(name: str, value: Any) -> str:
 
 
 def label_of(design: Design, replicas: int) -> str:
-    """A fleet in words: `4 x 2 h200-sxm (tp 2, 512 tokens a step)`."""
+    """A fleet in words: `4 x 2 h200-sxm (tp 2, 256 rows, 512 tokens a step)`; as many rows as `simulate` has go without saying."""
     config = design.config
     assert config is not None
-    words = [f"{config.max_num_batched_tokens} tokens a step"]
+    usual = EngineConfig.model_fields["max_num_seqs"].default
+    words = [f"{config.max_num_seqs} rows"] if config.max_num_seqs != usual else []
+    words += [f"{config.max_num_batched_tokens} tokens a step"]
     words += [design.router] if design.router != ROUND_ROBIN else []
     words += [f"swaps to {_text('host_kv_bytes', config.host_kv_bytes)}"] if config.host_kv_bytes is not None else []
     words += [f"KV tier of {_text('host_tier', design.host_tier)}"] if design.host_tier is not None else []

@@ -268,6 +268,7 @@ def drawn(trial: Trial, seeds: int, goals: Sequence[Goal]) -> Search[list[Outcom
     if seeds == 1 or not first.keeps(goals):
         return [first]
     more = yield [replace(trial, seed=seed) for seed in range(1, seeds)]
+    more = [replace(outcome, seed=seed) for seed, outcome in enumerate(more, 1)]
     return sorted([first, *more], key=lambda o: (o.keeps(goals), -o.margin(goals)))
 
 

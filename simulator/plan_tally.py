@@ -32,7 +32,7 @@ FULL = 0.95  # share of the KV pool from which on it counts as full
 class Outcome:
     """What a trial found. Times in s; shares in [0, 1]; None where it was not served or is not known.
 
-    problem: why the design cannot work at all.  values: statistics by dotted name.  hopeless: the goal that was
+    problem: why the design cannot work at all.  seed: which draw of the traffic.  values: statistics by dotted name.  hopeless: the goal that was
     broken so early that the run was ended.  attained: share of requests that kept every limit.
     good_tokens: output tokens per s of those.  busy: share of the time that steps ran.  sigma: relative error of
     step times.  backlog: share of the requests that were still to be answered when the last one (of sessions: the last
@@ -41,6 +41,7 @@ class Outcome:
     """
 
     problem: str = ""
+    seed: int = 0
     fewest: int = 1
     likely: int = 1
     values: Mapping[str, float | None] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from itertools import chain
 
 from twinfer.core.catalog import resolve_spec
+from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry
 from twinfer.core.request import Request
@@ -75,6 +76,12 @@ class Traffic:
         if self.clients is None:
             return float("inf")
         return len(self.requests) / (LEAST_PER_CLIENT * self.clients)
+
+    def fitted(self, config: EngineConfig) -> EngineConfig:
+        """`config`, with one length for all draws where it says none."""
+        if not self.varies or config.max_model_len is not None:
+            return config
+        return config.model_copy(update={"max_model_len": max(2, self.longest)})
 
     def clients_at(self, load: float) -> int | None:
         """Clients of the whole fleet."""

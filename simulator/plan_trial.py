@@ -162,9 +162,7 @@ class Evaluator:
         world = self._worlds.pop(key, None)
         if world is None:
             assert design.config is not None
-            config = design.config
-            if self.traffic.varies and config.max_model_len is None:  # one length for all draws
-                config = config.model_copy(update={"max_model_len": max(2, self.traffic.longest)})
+            config = self.traffic.fitted(design.config)
             slower = None if bandwidth == 1 else lambda chain: SlowMemory(chain, bandwidth)
             world = prepare(
                 config, self.question.workload, self.registry, self.devices[design.device], requests=self.requests,

@@ -144,6 +144,9 @@ def _answer(found: dict[str, Any]) -> None:
                 f"The traffic was drawn {seeds} times at random. Points are the draw that comes nearest to any one promise, "
                 "grey bars are all of them (least to most), thin lines the 80 % band of the prediction."
             )
+        if command := best.get("command"):  # not in files of before there was one
+            st.caption("The run behind the times of the cheapest fleet, on the command line:")
+            st.code(command, language=None, wrap_lines=True)
         with st.expander("All fleets", key="fleets", expanded=True):
             parts.rows(capacity.fleet_rows(fleets, goals))
             st.download_button(

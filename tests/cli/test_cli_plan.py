@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,34 @@ def test_a_plan_in_words(cli: Callable, tmp_path: Path) -> None:
     for word in ("The cheapest fleet", "h100-sxm", "US$/h", "goodput", "next limit", "traffic +20 %", "80 % band",
                  "price of h100-sxm:", "points in"):  # fmt: skip
         assert word in done.out, word
-    assert done.out.count("1 x h100-sxm (1024 tokens a step)") >= 3  # the answer, and a line of both tables
+    assert done.out.count("1 x h100-sxm (256 rows, 1024 tokens a step)") >= 3  # the answer, and a line of both tables
     assert "(as drawn, 20 were asked)" in done.out
+    assert "twinfer simulate --model llama-3.1-8b --device h100-sxm " in done.out
     again = cli("plan", "--resume", tmp_path / "p.json", "--workers", "1")
     assert again.code == 0 and again.out == done.out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lengths", "uniform", "--spread", "0.5", "--seed", "7", "--quant", "fp8", "--scheduler", "continuous:chunk_size=256",
+         "--try", "memory_fraction=0.8"),
+        ("--speculator", "ngram", "--seed", "3"), ("--concurrency", "4"), ("--pools", "1:1", "--seeds", "1"),
+        ("--rate", "400", "--max-num-seqs", "8", "--seeds", "1", "--requests", "30"),
+        ("--turns", "2", "--think-time", "1", "--seeds", "1", "--requests", "16"),
+    ],
+    ids=["techniques", "guesses", "clients", "pools", "replicas", "sessions"],
+)  # fmt: skip
+def test_the_command_of_a_fleet_repeats_its_times(cli: Callable, more: tuple[str, ...]) -> None:
+    dropped = {*more, "--rate"} if "--concurrency" in more else set(more)
+    kept = [word for pair in zip(PLAN[1::2], PLAN[2::2], strict=True) if pair[0] not in dropped for word in pair]
+    (fleet,) = cli("plan", *kept, *more, "--slo", "ttft.p90<=0.2", "--json").json["answer"]["fleets"]
+    program, *words = shlex.split(fleet["command"])
+    assert program == "twinfer"
+    again = cli(*words, "--no-save", "--json").json
+    for name in ("ttft.p50", "ttft.p90", "tpot.p50", "tpot.p99"):
+        metric, _, statistic = name.partition(".")
+        assert again[metric][statistic] == pytest.approx(fleet["values"][name], rel=1e-9), name
 
 
 def test_a_trace_at_several_times_its_rate(cli: Callable, tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from twinfer.core.config import EngineConfig
 from twinfer.core.goal import Goal
+from twinfer.core.registry import default_registry
 from twinfer.core.workload import Workload
 from twinfer.simulator.plan_answer import Fleet, front_of, next_limit, sentence_of
+from twinfer.simulator.plan_command import command_of
 from twinfer.simulator.plan_designs import Design, designs_of, label_of
 from twinfer.simulator.plan_edge import HINTS, Search, smallest
 from twinfer.simulator.plan_search import Found, confirm_device, finish_device, needed, screen_device
 from twinfer.simulator.plan_space import Question
+from twinfer.simulator.plan_traffic import Traffic
 from twinfer.simulator.plan_trial import ASSESS, FLEET, SCREEN, Outcome, Trial
 
 GOALS = (Goal("ttft", "p95", 1.0),)
@@ -267,3 +270,14 @@ def test_the_next_limit_is_what_requests_wait_for() -> None:
     )
     assert "interconnect" in limit(values={"ttft.p95": 0.5, "tpot.p95": 0.06}, parts={"network": 0.9, "memory": 0.1})
     assert "up to 16 times" in next_limit(None, goals, design, 16.0)
+
+
+def test_a_command_asks_for_as_many_requests_as_were_looked_at() -> None:
+    design = Design(index=0, key="k", device="d", changes={}, config=EngineConfig(model="llama-3.1-8b", device="l4"))
+    workload = Workload(num_requests=20, rate=2.5, seed=3)
+    question = Question(base={"model": "llama-3.1-8b"}, axes={"device": ("l4",)}, workload=workload, goals=())
+    found = Found(device="l4", design=design, replicas=2, outcome=Outcome(num_requests=80, seed=1))
+    command = command_of(found, question, Traffic(question, default_registry()))
+    assert command == "twinfer simulate --model llama-3.1-8b --device l4 --replicas 2 --requests 80 --rate 2.5 --seed 4"
+    encoded = replace(question, workload=Workload(prompt_tokens=((1, 2),), rate=1.0))
+    assert command_of(found, encoded, Traffic(encoded, default_registry())) == ""
