@@ -61,7 +61,7 @@ def in_words(metrics: Mapping[str, Any], most: int) -> dict[str, str]:
     """What a reader wants of the metrics "speculation" of a record. most: sequences that may run at once (`max_num_seqs`)."""
     stayed = [metrics[key] for key in (f"position_{i}" for i in range(1, len(metrics) + 1)) if key in metrics]
     found = {
-        "tokens per step": f"{metrics['mean_acceptance_length']:.2f} (1 + right guesses)",
+        "tokens per step": f"{metrics['mean_acceptance_length']:.2f} (1 + right guesses), delivered in one ITL",
         "guessed tokens": (
             f"{metrics['num_draft_tokens']:,} checked, {metrics['num_accepted_tokens']:,} right "
             f"({metrics['acceptance_rate']:.1%}), {metrics['num_wasted_tokens']:,} wasted"

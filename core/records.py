@@ -3,7 +3,8 @@
 Definitions (vLLM's)
 * TTFT: arrival to first token.  TPOT: (last - first token) / (output tokens - 1), for more than one token that did
   not all come at once (as those of a beam search do).
-* ITL: gap between successive deliveries of tokens of one request.  E2E: arrival to last token.
+* ITL: gap between successive deliveries of tokens of one request (of all that a step gave: with speculation longer than
+  TPOT).  E2E: arrival to last token.
 * throughput: tokens (or requests) completed / (last finish - first arrival).
 * KV waste: 1 - used slots / reserved slots, averaged over steps, weighted by their duration.
 * prefix cache hits: prompt tokens found in the cache when a request was first admitted / prompt tokens.

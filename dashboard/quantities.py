@@ -49,7 +49,7 @@ QUANTITIES = (
     Quantity("ttft.p95", "TTFT p95", "ms", "lower", 1e3, "Arrival to first token, 95th percentile."),
     Quantity("tpot.p50", "TPOT p50", "ms", "lower", 1e3, "Time per output token after the first, median."),
     Quantity("tpot.p95", "TPOT p95", "ms", "lower", 1e3, "Time per output token after the first, 95th percentile."),
-    Quantity("itl.p95", "ITL p95", "ms", "lower", 1e3, "Gap between tokens of one request, 95th percentile."),
+    Quantity("itl.p95", "ITL p95", "ms", "lower", 1e3, "Gap between deliveries of tokens of one request, 95th percentile; guessed tokens come several at once."),
     Quantity("e2e.p50", "E2E p50", "s", "lower", 1.0, "Arrival to last token, median."),
     Quantity("duration", "Duration", "s", "lower", 1.0, "First arrival to last token."),
     Quantity("peak_kv_bytes", "Peak KV reserved", "MiB", "lower", 1 / 2**20, "Most KV memory reserved at once.", short="Peak KV"),

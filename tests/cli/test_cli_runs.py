@@ -149,7 +149,12 @@ def test_guesses_are_in_the_table_and_in_the_json(cli: Callable, run: Callable, 
     found = cli(*SIM, *SMALL, *flags, "--no-save", "--json").json["metrics"]["speculation"]
     assert found["num_accepted_tokens"] + found["num_wasted_tokens"] == found["num_draft_tokens"] > 0
     text = cli(*SIM, *SMALL, *flags, "--no-save").out
-    for word in (f"{found['mean_acceptance_length']:.2f} (1 + right guesses)", "wasted", "right at position", "pays"):
+    for word in (
+        f"{found['mean_acceptance_length']:.2f} (1 + right guesses), delivered in one ITL",
+        "wasted",
+        "right at position",
+        "pays",
+    ):
         assert word in text
     refused = run(*SMALL, "--speculator", "ngram")
     assert refused.code and "no speculative decoding yet" in refused.err

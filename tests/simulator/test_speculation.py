@@ -300,6 +300,8 @@ def test_a_record_says_what_became_of_guesses(text: str, detail: Any) -> None:
     stayed = [found.get(f"position_{i}", 0.0) for i in range(1, made.depth + 1)]  # a depth never right is left out
     assert found["mean_acceptance_length"] == pytest.approx(1 + sum(stayed))
     assert found["mean_acceptance_length"] == pytest.approx(made.mean_tokens, rel=0.08)
+    itl, tpot = (record.metrics[name]["mean"] for name in ("itl", "tpot"))  # tokens of a step are delivered at once
+    assert itl / tpot == pytest.approx(found["mean_acceptance_length"], rel=0.05)
     if detail == "steps":  # tokens that the steps fed: prompts, guesses, and one token of each sequence and step
         fed = sum(step.num_tokens for step in record.steps)
         prompts, answered = 40 * 32, 40 * 100
