@@ -40,7 +40,7 @@ def print_plan(found: Plan, path: Path) -> None:
                 )  # fmt: skip
             show.print_table(table)
         if answer.cheaper:
-            table = show.new_table("why nothing cheaper will do", "", "US$/h", "")
+            table = show.new_table("why nothing cheaper will do: the most replicas that cost less", "", "US$/h", "")
             table.columns[2].justify = "left"
             for row in answer.cheaper:
                 table.add_row(row["fleet"], money(row["cost_per_hour"]), row["why"])
@@ -61,18 +61,23 @@ def money(value: float | None) -> str:
 
 def _fleets_table(fleets: Sequence[Fleet]) -> Any:
     table = show.new_table(
-        "cheapest fleet of every device (* no other is better in cost, goodput and every promise)",
-        "", "devices", "US$/h", "US$/1M tok", "goodput", "of it in use", "power (busiest)", "J/tok (busiest)", "next limit",
+        "cheapest fleet of every device (* no other is better in cost, goodput and every promise); kW and J/tok at its busiest",
+        "", "devices", "US$/h", "US$/1M tok", "goodput", "in use", "kW of all", "J/tok", "next limit",
     )  # fmt: skip
     table.columns[8].justify = "left"
     for fleet in fleets:
         table.add_row(
             f"{'*' if fleet.on_front else ' '} {fleet.label}", str(fleet.num_devices), money(fleet.cost_per_hour),
             money(fleet.cost_per_million), _goodput(fleet), show.percent(1 / (1 + fleet.headroom)),
-            "not known" if fleet.watts is None else f"{show.number(fleet.watts / 1e3)} kW",
-            "not known" if fleet.joules_per_token is None else show.number(fleet.joules_per_token), fleet.next_limit,
+            "not known" if fleet.watts is None else show.number(fleet.watts / 1e3),
+            "not known" if fleet.joules_per_token is None else show.number(fleet.joules_per_token), _limit(fleet),
         )  # fmt: skip
     return table
+
+
+def _limit(fleet: Fleet) -> str:
+    """The promise that breaks and what its requests wait for, without the explanation: `TTFT p95: compute`."""
+    return fleet.next_limit.partition(",")[0].replace("queueing on ", "")
 
 
 def _goodput(fleet: Fleet) -> str:

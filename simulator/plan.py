@@ -136,7 +136,7 @@ def _search(evaluator: Evaluator, drive: Drive, result: Plan) -> None:
         answer.notes.append(
             f"no price is known for {', '.join(unpriced)}: ranked apart, by number of devices (--price DEVICE=USD)"
         )
-    answer.sentence = sentence_of(fleets, question, rate, done, _less(answer, fleets))
+    answer.sentence = sentence_of(fleets, question, rate, done, answer.changed)
     if done:  # a resumed file is then the one of a search that was never stopped
         result.points = {key: point for key, point in result.points.items() if key in drive.asked}
     result.answer, result.complete = answer, done
@@ -197,18 +197,6 @@ def _proved(evaluator: Evaluator, drive: Drive, found: dict[str, Found]) -> tupl
         again = drive.run({best.device: confirm_device(best, question, evaluator)})
         if not again:  # stopped
             return told_of(others), None
-
-
-def _less(answer: Answer, fleets: list[Fleet]) -> str:
-    """Why the answer's design does not do with a replica less, when that is the first of the cheaper fleets."""
-    if not fleets or fleets[0].replicas < 2 or not answer.cheaper:
-        return ""
-    first = answer.cheaper[0]
-    best = fleets[0]
-    per = best.num_devices // best.replicas
-    if first["num_devices"] != best.num_devices - per or not first["why"].startswith("with "):
-        return ""
-    return f"one replica less will not do: {first['why']}"
 
 
 def _cheapest(screened: Mapping[str, Found], evaluator: Evaluator) -> list[str]:

@@ -30,6 +30,8 @@ from twinfer.simulator.plan_trial import Outcome
 
 UNKNOWN = "not searched: stopped"
 """The next limit of a fleet whose goodput was still being looked for."""
+SLOW_END = "end of the 80 % band"
+"""In the words of a change (`plan_changes.py`): all steps as slow as that."""
 CROWDED = 0.3  # share of the time with requests waiting at a limit, from which on that limit is the reason
 
 
@@ -223,61 +225,66 @@ def ranked(fleets: Iterable[Fleet]) -> list[Fleet]:
     return sorted(fleets, key=lambda f: (price_rank(f), -f.headroom, f.device))
 
 
-def sentence_of(fleets: Sequence[Fleet], question: Question, rate: float, complete: bool, less: str = "") -> str:
-    """The answer in one sentence. less: why a replica less does not do."""
+def sentence_of(
+    fleets: Sequence[Fleet], question: Question, rate: float, complete: bool, changed: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The answer in one sentence: the cheapest fleet by its middle prediction, the cheapest that is safe beside it, the
+    promises and the next limit of the first. changed: as in `Answer`."""
     if not fleets:
         if not complete:
             return "The search was stopped before a fleet was confirmed."
         return f"No fleet of up to {question.max_replicas} replicas keeps the promises on any device searched."
     best = fleets[0]
-    kept = " and ".join(
-        f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals
-    )
-    money = (
-        f"US$ {best.cost_per_hour:.2f} an hour, US$ {best.cost_per_million:.2f} per million output tokens in time"
-        if best.cost_per_hour is not None and best.cost_per_million is not None
-        else "no price is known"
-    )
     clients = question.workload.concurrency
     traffic = f"{rate:.3g} requests/s" if clients is None else f"{clients} clients"
     asked = question.workload.rate
     if clients is None and asked is not None and math.isfinite(asked) and question.workload.trace is None:
         traffic += f" (as drawn, {asked:g} were asked)" if f"{asked:.3g}" != f"{rate:.3g}" else ""
-    unit = "traffic" if clients is None else "clients"
-    above = f"{best.headroom:+.0%} {unit}" if best.headroom >= 0.005 else f"the very next bit of {unit}"
-    limit = (
-        f"the next limit, at {above}, is {best.next_limit}" if "none" not in best.next_limit[:4] else best.next_limit
-    )
-    if best.next_limit.startswith("none"):
-        limit = f"no limit is met up to {1 + best.headroom:.3g} times the {unit}"
-    use = f"{1 / (1 + best.headroom):.0%} of its goodput in use; {limit}"
-    if less:
-        use += f"; {less}"
-    if best.next_limit == UNKNOWN:
-        use = "how much more it could serve was not searched"
+    start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
+    stopped = "" if complete else " of those searched before the stop"
+    kept = [f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals]
+    if best.cost_per_million is not None:
+        kept.append(f"US$ {best.cost_per_million:.2f} per million output tokens in time")
+    burst = ""
     if best.backlog > BACKLOG:
-        use += (
+        burst = (
             f"; this holds for a burst: {best.backlog:.0%} of the requests were still to be answered when the last one came, "
             "and traffic that goes on at this rate may need more"
         )
-    start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
-    stopped = "" if complete else " of those searched before the stop"
-    return f"{start}{stopped} for {question.model} at {traffic} is {best.label}: {money}, {kept}, {use}.{_unsure(fleets, question.goals)}"
+    return (
+        f"{start}{stopped} for {question.model} at {traffic} is {best.label}{_priced(best.cost_per_hour)}{_safe(fleets, question.goals, changed)} "
+        f"{', '.join(kept)}; {_limit(best, 'traffic' if clients is None else 'clients')}{burst}."
+    )
 
 
-def _unsure(fleets: Sequence[Fleet], goals: Sequence[Goal]) -> str:
-    """A second sentence where the band of the first fleet goes beyond a promise: which, and what would be safe."""
-    ends = {g: fleets[0].band[g.name][1] for g in goals if g.name in fleets[0].band}
-    beyond = [f"{g.name} {'far above' if high is None else time_of(high)}" for g, high in ends.items()
-              if high is None or high > g.limit]  # fmt: skip
-    if not beyond:
-        return ""
-    safe = next((f for f in fleets if f.band_keeps), None)
-    cure = "no fleet here keeps all promises over its whole band"
-    if safe is not None:
-        price = "" if safe.cost_per_hour is None else f" (US$ {safe.cost_per_hour:.2f} an hour)"
-        cure = f"the cheapest here that keeps all promises over its whole band is {safe.label}{price}"
-    return f" At the slow end of its 80 % band it does not keep them ({', '.join(beyond)}); {cure}."
+def _priced(cost: float | None) -> str:
+    return "" if cost is None else f", US$ {cost:.2f} an hour"
+
+
+def _safe(fleets: Sequence[Fleet], goals: Sequence[Goal], changed: Sequence[Mapping[str, Any]]) -> str:
+    """What to take where the slow end of the band counts, if the first fleet does not keep its promises there."""
+    ends = [(g, fleets[0].band[g.name][1]) for g in goals if g.name in fleets[0].band]
+    if all(high is not None and high <= g.limit for g, high in ends):
+        return ":"
+    more = [row for row in changed if SLOW_END in row["case"] and (row["replicas"] or 0) > fleets[0].replicas]
+    safe = [(row["cost_per_hour"], f"{row['replicas']} replicas of it") for row in more]
+    safe += [(fleet.cost_per_hour, fleet.label) for fleet in fleets if fleet.band_keeps]
+    if not safe:
+        return ", by its middle prediction (no fleet here keeps the promises at the slow end of its 80 % band):"
+    cost, name = min(safe, key=lambda choice: math.inf if choice[0] is None else choice[0])
+    return (
+        f", by its middle prediction, or {name}{_priced(cost)}, to keep the promises at the slow end of its 80 % band "
+        "too; the first has"
+    )
+
+
+def _limit(best: Fleet, unit: str) -> str:
+    if best.next_limit == UNKNOWN:
+        return "how much more it could serve was not searched"
+    if best.next_limit.startswith("none"):
+        return f"no limit is met up to {1 + best.headroom:.3g} times the {unit}"
+    above = f"{best.headroom:+.0%} {unit}" if best.headroom >= 0.005 else f"the very next bit of {unit}"
+    return f"the next limit, at {above}, is {best.next_limit}"
 
 
 def _time(seconds: float | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from twinfer.simulator.plan_answer import SLOW_END
 from twinfer.simulator.plan_drive import Drive
 from twinfer.simulator.plan_search import Z80, Found, Search, drawn, needed, why_not
 from twinfer.simulator.plan_space import Question
@@ -28,7 +29,7 @@ def cases_of(evaluator: Evaluator, best: Found) -> dict[str, Search[Any]]:
         "memory bandwidth -10 %": needed(best, question, question.goals, evaluator, bandwidth=0.9),
         "promises 20 % tighter": needed(best, question, tighter, evaluator),
         "promises 20 % looser": needed(best, question, looser, evaluator, easier=True),
-        f"steps {100 * (width - 1):.0f} % slower (end of the 80 % band)": needed(
+        f"steps {100 * (width - 1):.0f} % slower ({SLOW_END})": needed(
             best, question, question.goals, evaluator, steps=width
         ),
     }

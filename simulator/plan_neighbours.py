@@ -105,7 +105,7 @@ def _why(
         _, replicas, _, outcome = min(known, key=lambda item: item[:3])
         words = why_not(outcome, goals, replicas)
         if replicas > most and words.startswith("with "):  # tried with more of them than the row has
-            words = f"even {words}"
+            words = f"even {words}".replace(" replicas ", " replicas, which cost no less, ", 1)
         cause = (
             next_limit(outcome, goals, design).partition(": ")[2]
             if outcome.broken(goals) and not outcome.problem

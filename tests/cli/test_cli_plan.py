@@ -34,6 +34,8 @@ def test_a_plan_in_words(cli: Callable, tmp_path: Path) -> None:
                  "price of h100-sxm:", "points in"):  # fmt: skip
         assert word in done.out, word
     assert done.out.count("1 x h100-sxm (256 rows, 1024 tokens a step)") >= 3  # the answer, and a line of both tables
+    (row,) = (line for line in done.out.splitlines() if line.startswith(" * 1 x h100-sxm"))
+    assert "kW of all" in done.out and any(limit in row for limit in ("TTFT p90: ", "memory: ", "none")), "in one line"
     assert "(as drawn, 20 were asked)" in done.out
     assert "twinfer simulate --model llama-3.1-8b --device h100-sxm " in done.out
     again = cli("plan", "--resume", tmp_path / "p.json", "--workers", "1")

@@ -189,7 +189,6 @@ def test_the_sentence_names_fleet_price_promises_and_next_limit(whole: Plan) -> 
         "ttft.p90",
         "next limit",
         best.next_limit,
-        "goodput in use",
     ):
         assert word in sentence, word
     assert sentence.count(". ") == 0 and "\n" not in sentence

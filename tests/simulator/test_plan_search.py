@@ -14,7 +14,7 @@ from twinfer.core.config import EngineConfig
 from twinfer.core.goal import Goal
 from twinfer.core.registry import default_registry
 from twinfer.core.workload import Workload
-from twinfer.simulator.plan_answer import Fleet, front_of, next_limit, sentence_of
+from twinfer.simulator.plan_answer import SLOW_END, Fleet, front_of, next_limit, sentence_of
 from twinfer.simulator.plan_command import command_of
 from twinfer.simulator.plan_designs import Design, designs_of, label_of
 from twinfer.simulator.plan_edge import HINTS, Search, smallest
@@ -246,10 +246,18 @@ def test_a_band_beyond_a_promise_is_said_with_the_cheapest_fleet_that_is_safe() 
     def said(*fleets: Fleet) -> str:
         return sentence_of(fleets, question(), 4.0, complete=True)
 
-    assert "80 % band" not in said(sure)
-    assert "ttft.p95 far above" in said(unsure, sure) and "whole band is 2 x d (US$ 2.00 an hour)" in said(unsure, sure)
+    assert "80 % band" not in said(sure) and "is 2 x d, US$ 2.00 an hour: ttft.p95 100 ms" in said(sure)
+    both = said(unsure, sure)
+    assert (
+        "is 1 x d, US$ 1.00 an hour, by its middle prediction, or 2 x d, US$ 2.00 an hour, to keep the promises at the slow "
+        "end of its 80 % band too; the first has ttft.p95 100 ms (promised 1 s)" in both
+    )
+    assert both.count(". ") == 0 and len(both.split()) < 70
+    for cost, name in ((1.5, "3 replicas of it, US$ 1.50 an hour"), (3.0, "2 x d, US$ 2.00 an hour")):
+        row = {"case": f"steps 30 % slower ({SLOW_END})", "replicas": 3, "cost_per_hour": cost}
+        assert f"or {name}, to keep" in sentence_of([unsure, sure], question(), 4.0, complete=True, changed=[row])
     slow = replace(unsure, band={"ttft.p95": (0.1, 90.0)})
-    assert "ttft.p95 90 s" in said(slow) and "no fleet here keeps all promises" in said(slow)
+    assert "no fleet here keeps the promises at the slow end" in said(slow)
 
 
 def test_the_next_limit_is_what_requests_wait_for() -> None:
