@@ -35,7 +35,7 @@ def calibrate(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of weights and activations; float32.")] = None,
     quant: Annotated[
-        str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer whose kernels are timed.")
+        str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer whose kernels are timed, or none.")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of the KV cache; the one of the activations.")] = None,
     budget: Annotated[

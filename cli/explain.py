@@ -30,7 +30,7 @@ def explain(
         str, typer.Option(help="Of weights and activations; 'auto' is the checkpoint's, on a CPU float32.")
     ] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; times are of one rank.")] = 1,
-    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer.")] = None,
+    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer, or none.")] = None,
     op_time: Annotated[
         list[str] | None,
         typer.Option("--op-time-model", "--op-time", metavar="NAME", help="Op-time model; repeat for a chain."),

@@ -135,12 +135,13 @@ class Scenario:
 
     def _choice(self, kind: str, text: str | None) -> Choice | None:
         """The technique named by `text` (or the default one) with the generated flags of `kind` added."""
-        from twinfer.core.config import Choice, EngineConfig, parse_choice
+        from twinfer.core.config import Choice, EngineConfig, choice_of
         from twinfer.core.errors import ConfigError
         from twinfer.core.registry import OPTION_OF_KIND
 
         more = self.technique_options.get(kind, {})
-        if text is None:
+        parsed = None if text is None else choice_of(kind, text, OPTION_OF_KIND[kind])
+        if parsed is None:
             if not more:
                 return None
             default = EngineConfig.model_fields[kind].default if kind in EngineConfig.model_fields else None
@@ -151,12 +152,11 @@ class Scenario:
                     f"give {OPTION_OF_KIND[kind]} NAME too",
                 )  # fmt: skip
             return Choice(name=default.name, options={**default.options, **more})
-        parsed = parse_choice(text, OPTION_OF_KIND[kind])
-        twice = [name for name in parsed["options"] if name in more]
+        twice = [name for name in parsed.options if name in more]
         if twice:
             flag = f"{OPTION_OF_KIND[kind]}.{twice[0]}".replace("_", "-")
             raise ConfigError(flag, more[twice[0]], f"{OPTION_OF_KIND[kind]} {text} says it, too", "give it once")
-        return Choice(name=parsed["name"], options={**parsed["options"], **more})
+        return Choice(name=parsed.name, options={**parsed.options, **more})
 
 
 def takes_scenario(command: Callable[..., Any]) -> Callable[..., Any]:

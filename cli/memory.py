@@ -59,7 +59,7 @@ def memory(
     attention: Annotated[
         str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Attention variant instead of the model's.")
     ] = None,
-    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer.")] = None,
+    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer, or none.")] = None,
     kv_cache: Annotated[
         str, typer.Option(metavar="NAME[:OPT=VAL,...]", help="KV cache, whose blocks are counted.")
     ] = "paged",
@@ -193,7 +193,7 @@ def memory_answer(
     """
     from twinfer.cli.values import make_config
     from twinfer.core.catalog import resolve_spec
-    from twinfer.core.config import Choice, parse_choice
+    from twinfer.core.config import Choice, choice_of, parse_choice
     from twinfer.core.device import all_devices, load_device
     from twinfer.core.dtypes import canonical_dtype
     from twinfer.core.errors import ConfigError, DoesNotFit, figure
@@ -222,7 +222,7 @@ def memory_answer(
     for key, value in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         fields[key] = value if value == "auto" else canonical_dtype(value, "--" + key.replace("_", "-"))
     for key, text in (("attention", attention), ("quantizer", quant)):
-        fields[key] = None if text is None else Choice(**parse_choice(text, OPTION_OF_KIND[key]))
+        fields[key] = None if text is None else choice_of(key, text, OPTION_OF_KIND[key])
     limits = {
         "max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs, "num_kv_blocks": num_kv_blocks
     }  # fmt: skip

@@ -31,7 +31,6 @@ def axes_of(
     session: Session, *, device: list[str] | None, tries: list[str] | None, **given: Any
 ) -> dict[str, tuple[Any, ...]]:
     """Field of `EngineConfig` -> values to try."""
-    from twinfer.core.config import EngineConfig
     from twinfer.core.dtypes import canonical_dtype
     from twinfer.core.errors import ConfigError
     from twinfer.simulator.plan_space import DEFAULT_SEQS, DEFAULT_TOKENS, DEFAULT_TP, default_devices
@@ -47,11 +46,8 @@ def axes_of(
         axes["kv_dtype"] = tuple(v if v == "auto" else canonical_dtype(v, "--kv-dtype") for v in axes["kv_dtype"])
     for name in ("quantizer", "attention", "scheduler", "kv_cache", "speculator"):
         if given[name]:
-            axes[name] = tuple(
-                None if text == "none" and EngineConfig.model_fields[name].default is None
-                else str(parse_technique(session, name, text))
-                for text in given[name]
-            )  # fmt: skip
+            choices = [parse_technique(session, name, text) for text in given[name]]
+            axes[name] = tuple(None if choice is None else str(choice) for choice in choices)
     if given["router"]:
         axes["router"] = tuple(str(parse_technique(session, "router", text)) for text in given["router"])
     for name, field in (("host_kv", "host_kv_bytes"), ("host_tier", "host_tier")):

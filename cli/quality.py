@@ -40,7 +40,7 @@ def perplexity(
     attention: Annotated[
         str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Attention variant instead of the model's.")
     ] = None,
-    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer.")] = None,
+    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer, or none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Score a text with a real model: every token but the first of each chunk, given the tokens before it.

@@ -32,7 +32,9 @@ def replay(
     model: Annotated[str | None, typer.Option("--model", "-m", help="For a log: the model that was served.")] = None,
     dtype: Annotated[str | None, typer.Option(help="For a log: of weights and activations.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="For a log: of the KV cache.")] = None,
-    quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="For a log: quantizer.")] = None,
+    quant: Annotated[
+        str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="For a log: quantizer, or none.")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="For a log: tensor-parallel ranks.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="For a log: sequences in one step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="For a log: tokens in one step.")] = None,
@@ -97,7 +99,7 @@ def measured(run: str, runs_dir: Path | None) -> RunRecord:
 def config_for(record: RunRecord, run: str, given: dict[str, Any]) -> EngineConfig:
     """The run's own settings; those of a log as they were `given`."""
     from twinfer.cli.values import make_config
-    from twinfer.core.config import Choice, parse_choice
+    from twinfer.core.config import choice_of
     from twinfer.core.errors import ConfigError
     from twinfer.simulator.replay import config_of
 
@@ -113,7 +115,7 @@ def config_for(record: RunRecord, run: str, given: dict[str, Any]) -> EngineConf
     if "model" not in given:
         raise ConfigError("--model", None, f"the log {run} does not say what was served", "give the model's name")
     if "quantizer" in given:
-        given = {**given, "quantizer": Choice(**parse_choice(given["quantizer"], "--quant"))}
+        given = {**given, "quantizer": choice_of("quantizer", given["quantizer"], "--quant")}
     if "tp" in given:
         given = {**given, "num_devices": given["tp"]}
     return make_config(given)

@@ -72,14 +72,14 @@ def scenario_options(
     ] = None,
     quant: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Quantizer."),
+        typer.Option(rich_help_panel=_TECHNIQUES, metavar="NAME[:OPT=VAL,...]", help="Quantizer, or none."),
     ] = None,
     speculator: Annotated[
         str | None,
         typer.Option(
             rich_help_panel=_TECHNIQUES,
             metavar="NAME[:OPT=VAL,...]",
-            help="What guesses tokens ahead: draft, ngram, medusa, eagle or lookahead.",
+            help="What guesses tokens ahead: draft, ngram, medusa, eagle, lookahead, or none.",
         ),
     ] = None,
     op_time: Annotated[

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 _CONFIG_FLAGS = {"quantizer": "--quant"}
 
 
-def parse_technique(session: Session, kind: str, text: str) -> Choice:
-    """The technique `text` of `kind`, checked now, before a model is loaded."""
-    from twinfer.core.config import Choice, parse_choice
+def parse_technique(session: Session, kind: str, text: str) -> Choice | None:
+    """The technique `text` of `kind`, checked now, before a model is loaded; None for `none` where one may be absent."""
+    from twinfer.core.config import choice_of
     from twinfer.core.registry import OPTION_OF_KIND
 
-    choice = Choice(**parse_choice(text, OPTION_OF_KIND[kind]))
-    session.registry.build(kind, choice)
+    choice = choice_of(kind, text, OPTION_OF_KIND[kind])
+    if choice is not None:
+        session.registry.build(kind, choice)
     return choice
 
 

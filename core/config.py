@@ -2,16 +2,17 @@
 
 Invariants
 * Resolved once; "auto" becomes a recorded choice with its reason (`Resolved.reasons`).
-* Techniques are named with their options: `paged`, `paged:block_size=32`, or {"name":..., "options":{...}}.
+* Techniques are named with their options: `paged`, `paged:block_size=32`, or {"name":..., "options":{...}}; `none` is
+  None where one may be absent.
 * An option that nothing implements is refused by the technique's own `Options` model.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from twinfer.core.errors import ConfigError
 from twinfer.core.layout import Layout
@@ -34,6 +35,21 @@ class Choice(BaseModel):
         if not self.options:
             return self.name
         return self.name + ":" + ",".join(f"{k}={json.dumps(v)}" for k, v in sorted(self.options.items()))
+
+
+NONE = "none"
+OPTIONAL = ("attention", "quantizer", "speculator")
+"""Kinds that a configuration may be without; `none` says so wherever one of them is named."""
+
+
+def choice_of(kind: str, text: str, option: str = "technique") -> Choice | None:
+    """The technique that `text` names, None for `none` of a kind that may be absent. option: as for `parse_choice`."""
+    if kind in OPTIONAL and text.strip() == NONE:
+        return None
+    return Choice(**parse_choice(text, option))
+
+
+OptionalChoice = Annotated[Choice | None, BeforeValidator(lambda value: None if value == NONE else value)]
 
 
 def parse_choice(text: str, option: str = "technique") -> dict[str, Any]:
@@ -93,11 +109,11 @@ class EngineConfig(Checked):
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
-    attention: Choice | None = None
+    attention: OptionalChoice = None
     scheduler: Choice = Choice(name="continuous")
     kv_cache: Choice = Choice(name="paged")
-    quantizer: Choice | None = None
-    speculator: Choice | None = None
+    quantizer: OptionalChoice = None
+    speculator: OptionalChoice = None
     op_time: tuple[str, ...] = ()
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=64, ge=1)

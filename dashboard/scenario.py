@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from twinfer.core.config import Choice, EngineConfig
+from twinfer.core.config import Choice, EngineConfig, OptionalChoice
 from twinfer.core.errors import ConfigError, short
 from twinfer.core.images import MOST_IMAGES, size_of
 from twinfer.core.layout import MOST_RANKS, SIZES
@@ -58,9 +58,9 @@ class Scenario(BaseModel):
     device: str = Field("auto", min_length=1, max_length=300)
     scheduler: Choice = Choice(name="continuous")
     kv_cache: Choice = Choice(name="paged")
-    attention: Choice | None = None
-    quantizer: Choice | None = None
-    speculator: Choice | None = None
+    attention: OptionalChoice = None
+    quantizer: OptionalChoice = None
+    speculator: OptionalChoice = None
     tp: int = _group("Tensor parallel", "ranks", "Ranks that split heads and columns of every layer.")
     pp: int = _group("Pipeline", "stages", "Stages of consecutive layers.")
     cp: int = _group("Context parallel", "ranks", "Ranks that share the tokens of a prompt.")

@@ -330,3 +330,18 @@ def test_some_requests_too_long_are_told_and_the_rest_is_served(cli: Callable, t
     assert "r1 was not served" in ran.err and "5000 tokens" in ran.err
     filtered = cli(*args, "--too-long", "filter")
     assert filtered.json["metrics"]["num_requests"] == 2 and filtered.err == ""
+
+
+@pytest.mark.parametrize("kind", ["quant", "speculator", "attention"])
+def test_none_is_no_technique(cli: Callable, kind: str) -> None:
+    words = ("simulate", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--requests", "4", "--no-save", "--json")
+    plain, off = cli(*words).json, cli(*words, f"--{kind}", "none").json
+    fleet = cli(*words, "--decode-replicas", "1", "--decode", f"{'quantizer' if kind == 'quant' else kind}=none")
+    assert off["config"] == plain["config"] and off["ttft"] == plain["ttft"] and fleet.code == 0, fleet.err
+    cli(*words, "--scheduler", "none").is_error("--scheduler='none'")
+
+
+@pytest.mark.parametrize("command", ["memory", "explain"])
+def test_none_is_no_quantizer_in_other_commands(cli: Callable, command: str) -> None:
+    words = (command, "--model", "llama-3.1-8b", "--device", "h100-sxm", "--json")
+    assert cli(*words, "--quant", "none").json == cli(*words).json

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from twinfer.core.config import Choice, EngineConfig, parse_choice
+from twinfer.core.config import OPTIONAL, Choice, EngineConfig, choice_of, parse_choice
 from twinfer.core.errors import ConfigError
 from twinfer.core.registry import Registry
 
@@ -102,3 +102,10 @@ def test_commas_within_lists_and_quotes_belong_to_the_value() -> None:
     assert Choice.model_validate(str(choice)) == choice
     with pytest.raises(ConfigError, match="has no value"):
         Choice.model_validate("eagle:profile=0.7,0.5")
+
+
+@pytest.mark.parametrize("kind", OPTIONAL)
+def test_none_is_no_technique_where_one_may_be_absent(kind: str) -> None:
+    assert EngineConfig.model_fields[kind].default is None
+    assert EngineConfig(model="m", **{kind: "none"}) == EngineConfig(model="m")
+    assert choice_of(kind, "none") is None and choice_of("scheduler", "none") == Choice(name="none")

@@ -277,3 +277,7 @@ def test_a_speculator_is_one_of_the_techniques_and_changes_no_older_key(registry
     assert guessing.techniques() == "continuous + paged + ngram:num_tokens=2"
     assert guessing.config().speculator == guessing.speculator and guessing.baseline().speculator is None
     assert "ngram:num_tokens=2 alone" in [c.label for c in combinations(guessing, registry)]
+
+
+def test_none_is_no_technique_in_a_link() -> None:
+    assert Scenario.from_params({"quantizer": "none", "speculator": "none", "attention": "none"}) == (Scenario(), [])
