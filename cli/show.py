@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from twinfer.core.compare import Comparison
+    from twinfer.core.compare import Comparison, MetricPair
     from twinfer.core.records import RunRecord
     from twinfer.core.run_store import RunSummary
 
@@ -219,23 +220,26 @@ def replica_table(record: RunRecord) -> Table | None:
 
 
 def comparison_table(comparison: Comparison, names: Sequence[str] | None = None) -> Table:
-    """Real, predicted and error per metric; `names` picks and orders them."""
+    """Real, predicted and error per metric; `names` picks them. Statistics of one metric with equal lines share it."""
     from twinfer.core.compare import HEADLINE
 
     table = new_table(
         f"{comparison.real_id} / {comparison.predicted_id}", "", "real", "predicted", "error", "80 % band"
     )
-    for pair in comparison.pairs:
-        if pair.name.partition(".")[0] not in HEADLINE or (names is not None and pair.name not in names):
-            continue
-        table.add_row(
-            title(pair.name),
-            metric(pair.name, pair.real),
-            metric(pair.name, pair.predicted),
-            "" if pair.error is None else percent(pair.error, signed=True),
-            between(pair.name, pair.interval),
-        )
+    shown = [p for p in comparison.pairs if _head(p) in HEADLINE and (names is None or p.name in names)]
+    for (head, *cells), alike in itertools.groupby(shown, key=lambda pair: (_head(pair), *_cells(pair))):
+        statistics = " = ".join(pair.name.partition(".")[2] for pair in alike)
+        table.add_row(title(f"{head}.{statistics}"), *cells)
     return table
+
+
+def _head(pair: MetricPair) -> str:
+    return pair.name.partition(".")[0]
+
+
+def _cells(pair: MetricPair) -> tuple[str, ...]:
+    error = "" if pair.error is None else percent(pair.error, signed=True)
+    return metric(pair.name, pair.real), metric(pair.name, pair.predicted), error, between(pair.name, pair.interval)
 
 
 def runs_table(summaries: Sequence[RunSummary]) -> Table:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from twinfer.cli.show import comparison_table
+from twinfer.core.compare import Comparison, MetricPair
 from twinfer.core.run_files import RunStoreError
 from twinfer.core.run_store import RunStore
 
@@ -85,6 +87,26 @@ def test_runs_are_saved_listed_and_compared(cli: Callable, run: Callable, tmp_pa
     table = cli("compare", real["id"], predicted["id"], "--runs-dir", tmp_path)
     assert table.code == 0 and "output throughput" in table.out and "predicted" in table.out
     assert "mine" in cli("compare", "--list", "--runs-dir", tmp_path).out
+
+
+def test_statistics_that_read_the_same_share_a_line(cli: Callable, tmp_path: Path) -> None:
+    """A batch that arrives at once and is fed in one step: all first tokens come together."""
+    runs = [
+        cli("simulate", "--model", "llama-3.1-8b", "--device", device, "--requests", "4", "--input-len", "16", "--rate", "inf",
+            "--runs-dir", tmp_path, "--json").json
+        for device in ("h100-sxm", "a100-sxm-80gb")
+    ]  # fmt: skip
+    lines = cli("compare", *(run["id"] for run in runs), "--runs-dir", tmp_path).out.splitlines()
+    [ttft] = [line for line in lines if line.strip().startswith("TTFT")]
+    assert ttft.strip().startswith("TTFT mean = p50 = p90 = p95 = p99")
+    with_one_other = comparison_table(
+        Comparison(
+            real_id="a", predicted_id="b", settings={}, notes=(),
+            pairs=tuple(MetricPair(name=f"itl.{s}", real=0.005, predicted=p, error=0.0)
+                        for s, p in (("mean", 0.005), ("p50", 0.005), ("p90", 0.006), ("p95", 0.005))),
+        )
+    )  # fmt: skip
+    assert list(with_one_other.columns[0].cells) == ["ITL mean = p50", "ITL p90", "ITL p95"]
 
 
 def test_latest_prediction_is_the_newest_of_the_same_settings(cli: Callable, run: Callable, tmp_path: Path) -> None:
