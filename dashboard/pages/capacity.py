@@ -92,7 +92,8 @@ def _results(resources: Resources, question: Question | None, job: Job | None) -
     if shown is None or found is None:
         if job is None or job.over:
             st.info(
-                "No search was made for this yet. Press Search: it takes some seconds for a small model, a minute or two for a large one."
+                "No search was made for this yet. Press Search: it takes some seconds for a small model, minutes for a large "
+                "one with long answers, and longer on a busy machine."
             )
         return
     if shown.tasks[0]["key"] != key:
