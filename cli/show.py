@@ -206,7 +206,10 @@ def replica_table(record: RunRecord) -> Table | None:
     columns = ("requests", "output", "TTFT p50", "TTFT p95", "TPOT p50", "busy", "peak KV", "preemptions", "hits")
     several = len({r["pool"] for r in replicas}) > 1
     failed = any(r["num_failures"] for r in replicas)
-    table = new_table("", "replica", *(["pool"] if several else []), *columns, *(["failures"] if failed else []))
+    title = (
+        "each replica, over its own time from its first arrival to its last token: outputs do not add up to the fleet's"
+    )
+    table = new_table(title, "replica", *(["pool"] if several else []), *columns, *(["failures"] if failed else []))
     for r in replicas:
         ttft, tpot = r.get("ttft") or {}, r.get("tpot") or {}
         table.add_row(

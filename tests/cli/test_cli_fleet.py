@@ -31,6 +31,7 @@ def test_people_get_a_line_for_each_replica(cli: Callable) -> None:
               "20GB", "--no-save").out  # fmt: skip
     lines = [line.split() for line in out.splitlines()]
     assert [line[1] for line in lines if line[:1] in (["0"], ["1"], ["2"])] == ["prefill", "decode", "decode"]
+    assert "outputs do not add up to the fleet's" in out
     assert "KV handed over" in out and "20 GB/s per replica" in out
     assert "llama-3.1-8b on 1 prefill + 2 decode x h100-sxm, continuous" in out
 
