@@ -29,6 +29,9 @@ def explain(
     dtype: Annotated[
         str, typer.Option(help="Of weights and activations; 'auto' is the checkpoint's, on a CPU float32.")
     ] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of the KV cache, e.g. fp8; 'auto' is the one of the activations.")
+    ] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; times are of one rank.")] = 1,
     quant: Annotated[str | None, typer.Option(metavar="NAME[:OPT=VAL,...]", help="Quantizer, or none.")] = None,
     op_time: Annotated[
@@ -64,7 +67,7 @@ def explain(
 
     session: Session = ctx.obj
     fields: dict[str, Any] = {
-        "model": model, "device": device, "dtype": dtype, "tp": tp, "op_time": tuple(op_time or ()),
+        "model": model, "device": device, "dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "op_time": tuple(op_time or ()),
         "max_outstanding": max_outstanding,
     }  # fmt: skip
     if quant is not None:

@@ -87,3 +87,12 @@ def test_a_step_that_fits_says_nothing_of_it(cli: Callable) -> None:
     assert "fit" not in cli(*STEP).out
     found = cli(*STEP, "--json").json
     assert found["fits"] and "problem" not in found
+
+
+def test_kv_of_another_format_is_read_faster(cli: Callable) -> None:
+    words = ("explain", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--decode", "8x8192", "--json")
+    plain, short = (
+        {op["op"]: op for op in cli(*words, "--kv-dtype", kv).json["ops"]}["attention"] for kv in ("auto", "fp8")
+    )
+    assert 0.5 * plain["bytes"] < short["bytes"] < 0.6 * plain["bytes"] and short["seconds"] < plain["seconds"]
+    cli(*words, "--kv-dtype", "fp99").is_error("--kv-dtype='fp99'")
