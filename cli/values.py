@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from twinfer.cli.session import Session
     from twinfer.core.config import Choice, EngineConfig
 
-_CONFIG_FLAGS = {"quantizer": "--quant"}
+_CONFIG_FLAGS = {"quantizer": "--quant", "op_time": "--op-time-model"}
 
 
 def parse_technique(session: Session, kind: str, text: str) -> Choice | None:

@@ -61,13 +61,13 @@ class OpTimeChain:
             if answer is not None:
                 if not (0 <= answer.seconds < inf and 0 <= answer.sigma < inf):  # also catches nan
                     raise ConfigError(
-                        "--op-time", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
+                        "--op-time-model", model.name, f"gave {answer.seconds} s +- {answer.sigma} for {op.name}",
                         "report this to the author of the op-time model",
                     )  # fmt: skip
                 return answer if self._correction is None else self._corrected(op, answer)
         names = ", ".join(m.name for m in self.models) or "none"
         raise ConfigError(
-            "--op-time", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",
+            "--op-time-model", names, f"no model can time {op.name} ({op.kind}, {op.dtype}) on {self.device.name}",
             "add roofline, or give the device file the missing numbers",
         )  # fmt: skip
 

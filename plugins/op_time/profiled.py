@@ -62,7 +62,7 @@ class Profiled(Technique):
     def time(self, op: Op, device: DeviceSpec) -> OpTime | None:
         folder = self.options.folder
         if not folder:
-            raise ConfigError("--op-time", "profiled", "no folder was given", "write profiled:folder=DIR")
+            raise ConfigError("--op-time-model", "profiled", "no folder was given", "write profiled:folder=DIR")
         profile = read_profile(folder)
         if op.kind == "attention":
             seconds, source, detail = profile.attention(op)
@@ -175,10 +175,16 @@ def _rows(folder: str, name: str, columns: Sequence[str]) -> list[dict[str, str]
                 return list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            "--op-time profiled:folder", folder, f"{name} cannot be read ({error})", "give the folder of a profile"
+            "--op-time-model profiled:folder",
+            folder,
+            f"{name} cannot be read ({error})",
+            "give the folder of a profile",
         ) from None
     raise ConfigError(
-        "--op-time profiled:folder", folder, f"{name} has no column {missing[0]!r}", f"it needs {', '.join(columns)}"
+        "--op-time-model profiled:folder",
+        folder,
+        f"{name} has no column {missing[0]!r}",
+        f"it needs {', '.join(columns)}",
     )
 
 
@@ -187,7 +193,10 @@ def _number(folder: str, name: str, row: Mapping[str, str], column: str) -> floa
         return float(row[column])
     except (TypeError, ValueError):
         raise ConfigError(
-            "--op-time profiled:folder", folder, f"{name}: {column}={row[column]!r} is not a number", "repair that row"
+            "--op-time-model profiled:folder",
+            folder,
+            f"{name}: {column}={row[column]!r} is not a number",
+            "repair that row",
         ) from None
 
 

@@ -1,6 +1,6 @@
 """Op times from published kernel measurements: the tables of the package `aiconfigurator-core` (Apache-2.0).
 
-    pip install 'twinfer[silicon]'        then        --op-time silicon
+    pip install 'twinfer[silicon]'        then        --op-time-model silicon
 
 The package holds kernel times of one GPU under several serving stacks. This file turns them into `KernelTable`s and
 asks them for twinfer's ops; what they do not cover goes to the next model of the chain.
@@ -121,14 +121,14 @@ class Silicon(Technique):
             folder = Path(given)
             if not (folder / "data").is_dir():
                 raise ConfigError(
-                    "--op-time silicon:folder", given, "holds no folder `data` of kernel tables",
+                    "--op-time-model silicon:folder", given, "holds no folder `data` of kernel tables",
                     "give the `systems` folder of aiconfigurator-core",
                 )  # fmt: skip
             return str(folder)
         folder_or_none = installed_folder()
         if folder_or_none is None:
             raise ConfigError(
-                "--op-time", "silicon", "the package aiconfigurator-core is not installed",
+                "--op-time-model", "silicon", "the package aiconfigurator-core is not installed",
                 "pip install 'twinfer[silicon]', or leave it out",
             )  # fmt: skip
         return str(folder_or_none)

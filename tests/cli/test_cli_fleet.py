@@ -126,4 +126,4 @@ def test_a_real_run_has_no_fleet(cli: Callable) -> None:
 def test_a_mistake_that_shows_within_a_fleet_is_the_one_of_a_single_engine(cli: Callable) -> None:
     asked = (*SIM, "--op-time-model", "calibrated", "--no-save")
     for fleet in ((), ("--replicas", "2"), ("--mtbf", "5")):
-        cli(*asked, *fleet).is_error("--op-time='calibrated'", "no model can time", "add roofline")
+        cli(*asked, *fleet).is_error("--op-time-model='calibrated'", "no model can time", "add roofline")
