@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO
 
+from twinfer.core.errors import rounded
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -93,7 +95,7 @@ def number(value: float | None) -> str:
         return "not measured"
     if isinstance(value, int) or float(value).is_integer():
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return rounded(value)
 
 
 def seconds(value: float | None) -> str:
@@ -101,7 +103,7 @@ def seconds(value: float | None) -> str:
         return "not measured"
     if abs(value) < 1e-9:  # nothing here is that short: it is what rounding leaves of a difference
         return "0 ms"
-    return f"{number(value)} s" if abs(value) >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{number(value)} s" if abs(value) >= 0.9995 else f"{value * 1e3:.3g} ms"
 
 
 def size(value: float | None) -> str:

@@ -52,6 +52,11 @@ def short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
 
 
+def rounded(value: float) -> str:
+    """A quantity with three digits, from a thousand on to the next whole number: 0.0123, 999, 1,000, 12,345."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
 def figure(value: float) -> str:
     """A bound as people write it: 0, 0.01, 4096, 10,000,000, 1e9."""
     if float(f"{value:.3g}") == value and not abs(value) < 1e9:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from twinfer.core.errors import rounded
 from twinfer.core.records import RequestRecord, RunRecord
 
 _FEWEST = 16  # requests of which a trend can be told
@@ -46,8 +47,8 @@ def note_overload(record: RunRecord) -> None:
     """Add to the reasons of `record` that traffic was above capacity, where it was; clients of a closed loop never are."""
     if record.workload.get("concurrency") is None and (over := overload(record.requests)) is not None:
         record.reasons["traffic"] = (
-            f"above capacity: {_figure(over.offered)} requests/s arrive and {_figure(over.served)} /s are served; the queue "
-            f"grows, the last quarter waited {_figure(over.wait)} s for a first step"
+            f"above capacity: {rounded(over.offered)} requests/s arrive and {rounded(over.served)} /s are served; the queue "
+            f"grows, the last quarter waited {rounded(over.wait)} s for a first step"
         )
 
 
@@ -98,10 +99,6 @@ def note_full_rows(record: RunRecord, pool_bytes: float) -> None:
             f"all {rows} were taken {100 * share:.0f} % of the time while requests waited for a first step, though KV memory "
             f"has room for about {fit:,}: --max-num-seqs {better} starts more of them at once, in longer steps"
         )
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 __all__ = ["Overload", "full_rows", "note_full_rows", "note_overload", "overload"]

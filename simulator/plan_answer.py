@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinfer.core.device import DeviceSpec
+from twinfer.core.errors import rounded
 from twinfer.core.goal import Goal
 from twinfer.simulator.energy import joules_per_token
 from twinfer.simulator.plan_bound import Demand
@@ -172,7 +173,7 @@ def _value(outcome: Outcome | None, name: str) -> float | None:
 def next_limit(breaks: Outcome | None, goals: Sequence[Goal], design: Design, load: float = 1.0) -> str:
     """What stops a fleet whose outcome just above its goodput is `breaks`."""
     if breaks is None:
-        return f"none up to {load:.3g} times the traffic"
+        return f"none up to {rounded(load)} times the traffic"
     if breaks.failed:
         return f"memory: requests cannot be served ({breaks.failed_why})"
     broken = breaks.broken(goals)
@@ -236,10 +237,10 @@ def sentence_of(
         return f"No fleet of up to {question.max_replicas} replicas keeps the promises on any device searched."
     best = fleets[0]
     clients = question.workload.concurrency
-    traffic = f"{rate:.3g} requests/s" if clients is None else f"{clients} clients"
+    traffic = f"{rounded(rate)} requests/s" if clients is None else f"{clients} clients"
     asked = question.workload.rate
     if clients is None and asked is not None and math.isfinite(asked) and question.workload.trace is None:
-        traffic += f" (as drawn, {asked:g} were asked)" if f"{asked:.3g}" != f"{rate:.3g}" else ""
+        traffic += f" (as drawn, {asked:g} were asked)" if rounded(asked) != rounded(rate) else ""
     start = "The cheapest fleet" if best.cost_per_hour is not None else "The smallest fleet (none has a price)"
     stopped = "" if complete else " of those searched before the stop"
     kept = [f"{g.name} {_time(best.values.get(g.name))} (promised {_time(g.limit)})" for g in question.goals]

@@ -213,7 +213,7 @@ def _at_least(world: World, steps: Steps, demand: Demand, goal: Goal) -> float:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 __all__ = ["SAFETY", "Bound", "Demand", "bound_of", "capacity", "demand_of", "empty_server", "steady_shape"]

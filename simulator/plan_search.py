@@ -342,7 +342,8 @@ def why_not(outcome: Outcome, goals: Sequence[Goal], replicas: int) -> str:
 
 def time_of(seconds: float, digits: int = 3) -> str:
     """With so many digits, in ms below a second."""
-    return f"{seconds:.{digits}g} s" if seconds >= 1 else f"{seconds * 1e3:.{digits}g} ms"
+    short = f"{seconds * 1e3:.{digits}g}"
+    return f"{short} ms" if float(short) < 1000 else f"{seconds:.{digits}g} s"
 
 
 def _dearer(fewest: int, design: Design, best: int | None) -> str:

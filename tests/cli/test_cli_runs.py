@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from twinfer.cli import show
 from twinfer.cli.show import comparison_table
 from twinfer.core.compare import Comparison, MetricPair
 from twinfer.core.run_files import RunStoreError
 from twinfer.core.run_store import RunStore
+from twinfer.simulator.plan_search import time_of
 
 STATISTICS = {"mean", "p50", "p90", "p95", "p99"}
 SIM = ("simulate", "--model", "llama-3.1-8b", "--device", "h100-sxm")
@@ -367,3 +369,14 @@ def test_none_is_no_technique(cli: Callable, kind: str) -> None:
 def test_none_is_no_quantizer_in_other_commands(cli: Callable, command: str) -> None:
     words = (command, "--model", "llama-3.1-8b", "--device", "h100-sxm", "--json")
     assert cli(*words, "--quant", "none").json == cli(*words).json
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0123, "0.0123"), (999.4, "999"), (999.6, "1,000"), (1234.5, "1,234"), (-999.6, "-1,000"), (7.0, "7")],
+)
+def test_numbers_are_written_out_at_the_edge_of_a_thousand(value: float, words: str) -> None:
+    assert show.number(value) == words
+    assert (show.seconds(0.99949), show.seconds(0.9996), time_of(0.9996), time_of(0.9996, 6)) == (
+        "999 ms", "1 s", "1 s", "999.6 ms"
+    )  # fmt: skip
