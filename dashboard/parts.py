@@ -15,12 +15,11 @@ from twinfer.dashboard import session
 from twinfer.dashboard.charts import Chart
 from twinfer.dashboard.forms import draw, fields_of
 from twinfer.dashboard.jobs import Job
-from twinfer.dashboard.quantities import Band, Quantity, change, improvement, number, percent, shown
+from twinfer.dashboard.quantities import Band, Quantity, change, improvement, number, percent, shown, suited
 from twinfer.dashboard.resources import Resources
 from twinfer.dashboard.scenario import IMAGES, PRESETS, Scenario
 
 FIELDS = {field.name: field for field in fields_of(Scenario)}
-CARD_WIDTH = 168  # four beside each other on a desktop, two on a phone
 _CONFIG: dict[str, Any] = {
     "displaylogo": False,
     "displayModeBar": "hover",
@@ -161,6 +160,7 @@ def card(
     """
     real = measured is not None
     value, base = (measured, base_measured) if real else (predicted, base_predicted)
+    quantity = suited(quantity, value)
     delta, gain = change(value, base), improvement(quantity, value, base)
     kwargs: dict[str, Any] = {}
     if delta is not None and abs(delta) >= 0.0005:
@@ -171,7 +171,7 @@ def card(
         }  # fmt: skip
     elif base is not None and value is not None:
         kwargs = {"delta": "as baseline", "delta_arrow": "off", "delta_color": "gray"}
-    with st.container(border=True, width=CARD_WIDTH):
+    with st.container(border=True):
         st.metric(quantity.card, shown(quantity, value), help=quantity.help, **kwargs)
         st.caption(source or provenance(quantity, predicted=predicted, band=band, measured=measured, error=error))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MISSING = "not measured"
@@ -102,6 +102,12 @@ def shown(quantity: Quantity, value: float | None, unit: bool = True) -> str:
         return MISSING
     text = number(value * quantity.scale)
     return f"{text} {quantity.unit}" if unit and quantity.unit else text
+
+
+def suited(quantity: Quantity, *values: float | None) -> Quantity:
+    """`quantity` in the unit that suits these values of it: seconds where one of them is 1 s or more, as in the terminal."""
+    longest = max((abs(value) for value in values if value is not None), default=0.0)
+    return replace(quantity, unit="s", scale=1.0) if quantity.unit == "ms" and longest >= 1 else quantity
 
 
 def percent(fraction: float | None, signed: bool = True) -> str:

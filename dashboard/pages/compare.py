@@ -18,7 +18,7 @@ from twinfer.dashboard import figures, parts, session, timelines
 from twinfer.dashboard.explain import explain
 from twinfer.dashboard.jobs import Task
 from twinfer.dashboard.pages import Page
-from twinfer.dashboard.quantities import percent, shown
+from twinfer.dashboard.quantities import percent, shown, suited
 from twinfer.dashboard.resources import Resources, task_of
 from twinfer.dashboard.scenario import Scenario
 
@@ -215,8 +215,8 @@ def _numbers(pairs: Sequence[figures.Pair], joined: Comparison) -> None:
     with st.container(horizontal=True, key="cards"):
         for key in CARDS:
             pair = by_key[key]
-            quantity, error = pair.quantity, pair.error
-            with st.container(border=True, width=parts.CARD_WIDTH):
+            quantity, error = suited(pair.quantity, pair.measured, pair.predicted), pair.error
+            with st.container(border=True):
                 st.metric(
                     f"{quantity.card} error", percent(error) if error is not None else "unknown", help=quantity.help
                 )

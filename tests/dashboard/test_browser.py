@@ -114,6 +114,16 @@ def test_charts_do_not_overlap_nor_stretch_and_have_words(tab, stored, path: str
     t.assert_clean()
 
 
+ROWS_OF_CARDS = "[...new Set([...document.querySelectorAll('[data-testid=stMetric]')].map(e => Math.round(e.getBoundingClientRect().top)))].length"
+
+
+@pytest.mark.parametrize(("width", "rows"), [(1280, 1), (390, 2)])
+def test_four_cards_stand_in_a_row_on_a_desktop_and_two_on_a_phone(tab, stored, width: int, rows: int):
+    t = tab(width=width)
+    t.open(f"techniques?{SMALL}", NUM_CHARTS["techniques"])
+    t.expect_script(ROWS_OF_CARDS, lambda found: found == rows, f"{rows} rows of cards")
+
+
 def test_tables_open_under_the_charts(tab, stored):
     t = tab(height=3000)
     t.open("compare", NUM_CHARTS["compare"])

@@ -20,6 +20,7 @@ from twinfer.dashboard.quantities import (
     number,
     percent,
     shown,
+    suited,
     value_of,
 )
 
@@ -294,6 +295,8 @@ def test_quantities_read_records(pair):
     assert value_of(real.metrics, "ttft.p50") == real.metrics["ttft"]["p50"]
     assert value_of(real.metrics, "nothing.p50") is None and value_of({"ttft": None}, "ttft.p50") is None
     assert value_of({"a": float("nan")}, "a") is None
+    assert shown(suited(TTFT, 6.569), 6.569) == "6.57 s" and shown(suited(TTFT, 0.5, None), 0.5) == "500 ms"
+    assert shown(suited(TTFT, 0.9, 1.2), 0.9) == "0.900 s" and suited(THROUGHPUT, 5000.0) == THROUGHPUT
     assert shown(BY_KEY["kv_waste"], 0.25) == "25 %" and shown(THROUGHPUT, None) == MISSING
     assert all(q.unit or q.key == "num_preemptions" for q in QUANTITIES)
 
