@@ -242,8 +242,15 @@ def load_device(
         if key in spec.aliases:
             return spec
         aliases |= {alias: name for alias in spec.aliases}
-    close = get_close_matches(key, [*files, *aliases], n=2) or [name for name in files if key and key in name][:2]
-    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    several = re.fullmatch(r"([1-9]\d{0,3}) ?x ?(.+)", key)  # 2xh100: so many of them
+    word = several[2] if several else key
+    close = get_close_matches(word, [*files, *aliases], n=2) or [name for name in files if word and word in name][:2]
+    meant = list(dict.fromkeys(aliases.get(name, name) for name in ([word] if word in close else close)))
+    hint = (
+        f"did you mean {' or '.join(map(repr, meant))}{f' with --tp {several[1]}' if several else ''}? "
+        if meant
+        else ""
+    )
     raise ConfigError("--device", text, "no such device", f"{hint}known: auto, {', '.join(files)}; or give a JSON file")
 
 

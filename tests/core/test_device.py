@@ -84,12 +84,24 @@ def test_aliases(alias: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"), [("h10", "h100"), ("a100-sxm-80", "a100-sxm-80gb"), ("mi30", "mi300"), ("rtx4080", "rtx4090")]
+    ("typo", "meant"),
+    [("h10", "h100-sxm"), ("a100-sxm-80", "a100-sxm-80gb"), ("mi30", "mi300x"), ("rtx4080", "rtx-4090")],
 )
 def test_unknown_device_suggests_close_names(typo: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_device(typo)
-    assert repr(meant) in caught.value.fix and "cpu" in caught.value.fix and "\n" not in str(caught.value)
+    hint, _, known = caught.value.fix.partition("known: ")
+    assert repr(meant) in hint and meant in known and "cpu" in caught.value.fix and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [("2xA100-80", "did you mean 'a100-sxm-80gb'"), ("4x h100", "did you mean 'h100-sxm' with --tp 4? "), ("8xl40s", "'l40s' with --tp 8? ")],
+)  # fmt: skip
+def test_several_devices_are_ranks(typed: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_device(typed)
+    assert hint in caught.value.fix and f" with --tp {typed[0]}? " in caught.value.fix
 
 
 def test_dtype_without_a_peak() -> None:
