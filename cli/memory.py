@@ -138,7 +138,7 @@ def _print(answer: dict[str, Any]) -> None:
         return
     expected = answer["expected_concurrency"]
     print(
-        f"on {answer['device']} ({show.size(answer['device_memory_bytes'])}): {answer['num_blocks']:,} KV blocks of "
+        f"fits on {answer['device']} ({show.size(answer['device_memory_bytes'])}): {answer['num_blocks']:,} KV blocks of "
         f"{answer['block_size']} tokens = {answer['kv_tokens']:,} tokens; {answer['worst_case_concurrency']:.1f} sequences "
         f"of {answer['max_model_len']:,} tokens at once"
         + ("" if expected is None else f", {expected:.1f} of the lengths expected")
@@ -211,6 +211,7 @@ def memory_answer(
             raise ConfigError(option, given, "out of range", f"give 1 to {figure(most)}")
     plain = resolve_spec(model)
     lengths = _typical_lengths(typical, plain)
+    assumed = context is None and not lengths
     if context is None:
         context = max(lengths, default=min(DEFAULT_CONTEXT, plain.max_context))
     fields: dict[str, Any] = {
@@ -309,7 +310,12 @@ def memory_answer(
                     f"use --batch {int(budget.worst_case_concurrency)}, or raise --tp or --memory-fraction"
                 )
             equations |= budget.equations
-    if context > plain.max_context:
+    if assumed:
+        answer["note"] = (
+            f"{context:,} tokens of context are assumed, {plain.name} was made for {plain.max_context:,}: give --context, "
+            "or --input-len and --output-len"
+        )
+    elif context > plain.max_context:
         answer["note"] = f"{plain.name} was made for {plain.max_context} tokens, {context} were asked for"
     answer["equation"] = f"kv_bytes = {equations['kv_bytes']}"
     answer["equations"] = equations

@@ -182,3 +182,13 @@ def test_one_device_and_one_model_are_described_with_units(cli: Callable) -> Non
     device = cli("devices", "h100-sxm").out
     assert "3,350 GB/s" in device and "989 TFLOP/s" in device and "79.1 GiB" in device and "700 W" in device
     assert "320 KiB" in cli("models", "llama-2-70b").out
+
+
+def test_memory_says_that_it_fits_and_which_context_it_assumed(cli: Callable) -> None:
+    words = ("memory", "--model", "llama-3.1-8b", "--device", "h100-sxm")
+    assumed = cli(*words)
+    assert "\nfits on h100-sxm (79.1 GiB): " in assumed.out
+    assert "note: 4,096 tokens of context are assumed, llama-3.1-8b was made for 131,072: give --context" in assumed.out
+    for given in (("--context", "4096"), ("--input-len", "3000", "--output-len", "96")):
+        told = cli(*words, *given).out
+        assert "assumed" not in told and "fits on h100-sxm" in told
