@@ -58,15 +58,15 @@ def generated_params(session: Session) -> list[Any]:
 
     parameters: list[inspect.Parameter] = []
     for kind in FLAG_KINDS:
-        about: dict[str, list[str]] = {}
+        about: dict[str, dict[str, list[str]]] = {}  # option -> what it does -> the techniques in which it does
         for item in session.registry.all(kind):
             for name, info in item.cls.Options.model_fields.items():
-                about.setdefault(name, []).append(f"{item.name}: {_about(info)}")
+                about.setdefault(name, {}).setdefault(_about(info), []).append(item.name)
         for name, texts in about.items():
             flag = f"{OPTION_OF_KIND[kind]}.{name.replace('_', '-')}"
             option = typer.Option(
                 flag, callback=_keep(kind, name), expose_value=False, metavar="VALUE", show_default=False,
-                rich_help_panel="Options of techniques", help="; ".join(texts),
+                rich_help_panel="Options of techniques", help="; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()),
             )  # fmt: skip
             parameter = inspect.Parameter(
                 f"{kind}__{name}",

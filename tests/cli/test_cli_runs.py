@@ -187,6 +187,7 @@ def test_guesses_are_in_the_table_and_in_the_json(cli: Callable, run: Callable, 
 def test_help_shows_options_of_techniques(cli: Callable) -> None:
     text = cli("simulate", "--help").out
     assert "--scheduler.chunk-size" in text and "--kv-cache.block-size" in text and "static: most sequences" in text
+    assert text.count("format of the KV cache") == 1  # once, for all quantizers that have it
 
 
 @pytest.mark.parametrize(
