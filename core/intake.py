@@ -14,6 +14,7 @@ from twinfer.core.request import Request, Sequence
 
 if TYPE_CHECKING:
     from twinfer.core.core import Core
+    from twinfer.core.policy import Limits
 
 WaitingEntry = tuple[tuple[object, ...], int, Sequence]
 
@@ -43,6 +44,13 @@ class Queue:
         return len(self._entries)
 
 
+def more_room(limits: Limits) -> str:
+    """What a request that is longer than `max_model_len` can do, beside becoming shorter."""
+    if limits.max_context is None or limits.max_model_len < limits.max_context:
+        return "raise max_model_len"
+    return "take a model of longer context (in a trace, --too-long filter leaves such requests out)"
+
+
 def why_refused(core: Core, request: Request) -> str:
     """Why `request` can never be served, naming what to change; empty when it can."""
     length = len(request.prompt)
@@ -59,7 +67,7 @@ def why_refused(core: Core, request: Request) -> str:
     if length + 1 > limits.max_model_len:
         return (
             f"the prompt has {length} tokens and needs room for one more, but max_model_len is "
-            f"{limits.max_model_len}; shorten the prompt or raise max_model_len"
+            f"{limits.max_model_len}; shorten the prompt or {more_room(limits)}"
         )
     # The last token of a request is never stored, so one that asks for a single token needs no more room.
     limit = min(length + request.params.max_tokens, limits.max_model_len)

@@ -26,6 +26,7 @@ class Limits:
 
     max_num_seqs: rows in one step.  max_num_batched_tokens: tokens in one step.
     max_model_len: prompt plus output tokens of one sequence.  num_blocks: KV blocks in the pool.
+    max_context: tokens that the model was made for, beyond which `max_model_len` cannot be raised; None where nobody says.
     max_outstanding: steps that may be launched before the first of them is done.
     num_stages: of the pipeline that steps go through one after the other. With several, a step feeds only tokens that are
         known (those of other stages are on their way), and takes no more than its share of `max_num_seqs` rows, so
@@ -40,6 +41,7 @@ class Limits:
     max_outstanding: int = 1
     num_host_blocks: int = 0
     num_stages: int = 1
+    max_context: int | None = None
 
     @property
     def max_rows(self) -> int:

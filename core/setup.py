@@ -208,6 +208,7 @@ def resolve(
         max_model_len=max_len,
         max_outstanding=config.max_outstanding + config.pp - 1,
         num_stages=config.pp,
+        max_context=model.max_context,
     )
     block_size = block_size_of(kv_cache, limits)
     groups = groups_of(model, kv_cache)

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from twinfer.core.config import EngineConfig
 from twinfer.core.errors import ConfigError, RequestError
 from twinfer.core.events import Abort, Submit
+from twinfer.core.intake import more_room
 from twinfer.core.mistakes import first_mistake
 from twinfer.core.params import SamplingParams
 from twinfer.core.registry import Registry
@@ -232,7 +233,7 @@ class LLM:
         if len(ids) >= limits.max_model_len:
             raise RequestError(
                 f"{where} has {len(ids)} tokens, which leaves no room for an answer in max_model_len="
-                f"{limits.max_model_len}; shorten it or raise max_model_len"
+                f"{limits.max_model_len}; shorten it or {more_room(limits)}"
             )
         return ids
 

@@ -409,3 +409,14 @@ def test_deferred_outputs_survive_a_restore() -> None:
     copy_of_it = make_core()
     copy_of_it.restore(core.snapshot())
     assert copy_of_it.outputs() == core.outputs() != []
+
+
+@pytest.mark.parametrize(
+    ("max_context", "cure"), [(None, "raise max_model_len"), (65, "raise max_model_len"), (64, "longer context")]
+)
+def test_only_a_length_below_the_models_context_can_be_raised(max_context: int | None, cure: str) -> None:
+    core = Core(Continuous(), Paged(), Limits(num_blocks=16, max_model_len=64, max_context=max_context))
+    core.receive(Submit(ask("a", 64)), 0.0)
+    (rejected,) = core.outputs()
+    assert isinstance(rejected, Rejected) and rejected.why.partition("shorten the prompt or ")[2].count(cure) == 1
+    assert (cure == "longer context") == ("raise" not in rejected.why)
