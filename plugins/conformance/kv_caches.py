@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from twinfer.core.guard import whole
+from twinfer.core.guard import block_size_of, whole
 from twinfer.core.params import SamplingParams
 from twinfer.core.policy import Limits
 from twinfer.core.request import Request
@@ -81,7 +81,7 @@ class KVCacheKit(PlayedKit):
         """The second of two equal prompts finds the first one's blocks, but always feeds its last token."""
         limits = Limits(max_model_len=64, num_blocks=256)
         cache = self.build()
-        size = cache.block_size(limits)
+        size = block_size_of(cache, limits)
         prompt = tuple(range(1, 33))
         requests = tuple(
             Request(id=f"r{i}", prompt=prompt, params=SamplingParams(max_tokens=2, ignore_eos=True), arrival=float(i))

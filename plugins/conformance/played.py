@@ -15,6 +15,7 @@ from typing import Any
 
 from twinfer.core.core import Core
 from twinfer.core.events import Abort, Blocked, Event, Finished, Idle, Rejected, StepDone, Submit, Tick
+from twinfer.core.guard import block_size_of
 from twinfer.core.params import SamplingParams
 from twinfer.core.plan import Need, RowResult, StepPlan, StepResult
 from twinfer.core.policy import Defer, Limits, Shortage, Want
@@ -44,7 +45,7 @@ class Traffic:
         block_size = rng.choice((1, 2, 4, 8, 16))
         max_len = rng.choice((12, 32, 64))
         if kv_cache is not None:
-            block_size = kv_cache.block_size(Limits(max_model_len=max_len))
+            block_size = block_size_of(kv_cache, Limits(max_model_len=max_len))
         num = rng.randint(1, 8)
         shared = [rng.randrange(1000) for _ in range(max_len // 2)]
         requests, aborts = [], {}

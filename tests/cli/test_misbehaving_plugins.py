@@ -282,7 +282,7 @@ def test_a_command_of_a_plugin_keeps_its_stdout(cli: Callable, tmp_path: Path) -
         ("op_time_model", "def time(self, op, device): return 1e-6", "give an OpTime"),
         ("op_time_model", "def time(self, op, device): return OpTime(float('nan'), 0.0, 'x')", "another time"),
         ("scheduler", "why_not = classmethod(lambda cls, needs: 'no')", "gave 'no' in why_not"),
-        ("kv_cache", "def block_size(self, limits): return 0", "block_size gave 0"),
+        ("kv_cache", "def block_size(self, limits): return 0", "gave 0 in block_size"),
     ],
 )
 def test_the_kit_finds_them(cli: Callable, tmp_path: Path, kind: str, body: str, words: str) -> None:
