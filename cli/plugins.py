@@ -34,7 +34,7 @@ NEW: Mapping[str, tuple[str, str, str, str]] = {
     "router": ("a router", "cached_weight", "0.5", "--replicas 2 --router {}"),
     "attention": ("an attention variant", "window", "16", "--attention {}"),
     "quantizer": ("a quantizer", "bits", "8", "--quant {}"),
-    "op_time_model": ("an op-time model", "efficiency", "0.5", "--op-time {} --op-time roofline"),
+    "op_time_model": ("an op-time model", "efficiency", "0.5", "--op-time-model {} --op-time-model roofline"),
 }
 """Kinds that `new` has a skeleton of (`templates/KIND.py.tmpl`): in words, an option of it, a value of that, flags to use it."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

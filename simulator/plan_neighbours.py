@@ -18,7 +18,7 @@ from twinfer.core.device import DeviceSpec
 from twinfer.core.goal import Goal
 from twinfer.simulator.plan_answer import next_limit
 from twinfer.simulator.plan_designs import Design, label_of
-from twinfer.simulator.plan_search import Found, why_not
+from twinfer.simulator.plan_search import Found, missed, why_not
 from twinfer.simulator.plan_trial import ASSESS, FLEET, SCREEN, Outcome, Trial
 
 MOST = 12  # fleets that are told of
@@ -104,14 +104,11 @@ def _why(
     if known:
         _, replicas, _, outcome = min(known, key=lambda item: item[:3])
         words = why_not(outcome, goals, replicas)
-        if replicas > most and words.startswith("with "):  # tried with more of them than the row has
-            words = f"even {words}".replace(" replicas ", " replicas, which cost no less, ", 1)
-        cause = (
-            next_limit(outcome, goals, design).partition(": ")[2]
-            if outcome.broken(goals) and not outcome.problem
-            else ""
-        )
-        return f"{words}: {cause}" if cause and not outcome.failed else words
+        broken = "" if outcome.problem or outcome.failed else missed(outcome, goals)
+        if broken and replicas > most:  # tried with more of them than the row has
+            words = f"even with {replicas} replicas, which cost no less, {broken}"
+        cause = next_limit(outcome, goals, design).partition(": ")[2] if broken else ""
+        return f"{words}: {cause}" if cause else words
     if bound is not None and bound.fewest > most:
         return f"{bound.fewest} replicas are needed at least, however well they run"
     return ""

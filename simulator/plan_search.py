@@ -330,6 +330,12 @@ def why_not(outcome: Outcome, goals: Sequence[Goal], replicas: int) -> str:
         return outcome.problem
     if outcome.failed:
         return f"{outcome.failed} of {outcome.num_requests} requests cannot be served: {outcome.failed_why}"
+    words = missed(outcome, goals)
+    return f"with {replicas} replica{'' if replicas == 1 else 's'} {words}" if words else ""
+
+
+def missed(outcome: Outcome, goals: Sequence[Goal]) -> str:
+    """The promises that an outcome breaks, in words; "" when it keeps all."""
     words = []
     for goal in outcome.broken(goals):
         value = outcome.values.get(goal.name)
@@ -337,7 +343,7 @@ def why_not(outcome: Outcome, goals: Sequence[Goal], replicas: int) -> str:
         words.append(
             f"{goal.name} is {'far above' if value is None or early else time_of(value) + ', above'} {time_of(goal.limit, 6)}"
         )
-    return f"with {replicas} replica{'' if replicas == 1 else 's'} " + " and ".join(words) if words else ""
+    return " and ".join(words)
 
 
 def time_of(seconds: float, digits: int = 3) -> str:
@@ -361,6 +367,7 @@ __all__ = [
     "confirm_device",
     "drawn",
     "finish_device",
+    "missed",
     "needed",
     "screen_device",
     "smallest",
